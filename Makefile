@@ -1,0 +1,47 @@
+# Each target sets up what it needs on a fresh machine, then does its job.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: serve test test-fast check docs bench bench-path cluster-packages clean
+
+serve: $(STAMP)
+	$(BIN)/baton serve $(ARGS)
+
+test: check cluster-packages
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: check
+	$(BIN)/python -m pytest -m "not e2e" $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	$(BIN)/python -m baton.docs --check
+
+docs: $(STAMP)
+	$(BIN)/python -m baton.docs
+
+bench: bench-path
+
+bench-path: $(STAMP)
+	$(BIN)/python -m baton.bench.path $(ARGS)
+
+# Debian packages for the cluster tests, where we may install them; without them those tests are skipped.
+cluster-packages:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v etcd && command -v nats-server; } >/dev/null; then \
+		apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends etcd-server nats-server >/dev/null; \
+	fi
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[dev,bench]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

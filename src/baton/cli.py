@@ -1,0 +1,119 @@
+"""The `baton` command."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from baton import __version__
+from baton.config import Option, Settings, load, options
+from baton.errors import BatonError, ConfigError
+from baton.notify import notify
+from baton.runtimes.dynamo.options import environment
+
+EXIT_CONFIG = 2
+EXIT_FAILED = 1
+
+Command = Callable[[Settings], int]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="baton")
+def cli() -> None:
+    """Serve language models as distributed workers."""
+
+
+def _serve(settings: Settings) -> int:
+    from baton.topology.supervisor import run_supervisor
+
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+
+    def announce(model: str) -> None:
+        address = f"http://{host}:{settings.port}"
+        body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
+        click.echo(f"Serving {model} on {address}  (logs: {settings.log_dir})\n\nTry it:\n")
+        click.echo(f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
+        sys.stdout.flush()
+
+    return run_supervisor(settings, announce)
+
+
+def _worker(settings: Settings) -> int:
+    _prepare_runtime(settings)
+    from baton.worker import run_worker
+
+    return run_worker(settings)
+
+
+def _frontend(settings: Settings) -> int:
+    _prepare_runtime(settings)
+    from baton.frontend import run_frontend
+
+    return run_frontend(settings)
+
+
+def _prepare_runtime(settings: Settings) -> None:
+    """The runtime sets up its logs and traces while it is imported, so it must find its environment before that."""
+    os.environ.update(environment(settings.runtime))
+
+
+def _click_option(option: Option) -> click.Option:
+    flag = option.flag
+    shown = option.default if option.default not in ("", None) else None
+    text = option.description + (f"  [default: {shown}]" if shown is not None else "")
+    if option.kind == "bool":
+        return click.Option([option.key.replace(".", "_"), f"{flag}/--no-{flag[2:]}"], default=None, help=text)
+    kind = click.Choice(option.choices) if option.choices else None
+    return click.Option(
+        [option.key.replace(".", "_"), flag],
+        default=None,
+        help=text,
+        type=kind,
+        metavar=None if kind else option.kind,
+    )
+
+
+def _add(name: str, summary: str, command: Command) -> None:
+    table = [option for option in options() if name in option.commands]
+    keys = {option.key.replace(".", "_"): option.key for option in table}
+
+    def run(config: str | None, **flags: object) -> None:
+        given = {keys[key]: value for key, value in flags.items()}
+        sys.exit(_guarded(command, given, Path(config) if config else None))
+
+    file = click.Option(["--config"], metavar="FILE", help="YAML file with settings", envvar=None)
+    cli.add_command(click.Command(name, callback=run, params=[file, *(_click_option(o) for o in table)], help=summary))
+
+
+def _guarded(command: Command, flags: dict[str, object], file: Path | None) -> int:
+    try:
+        settings = load(flags, os.environ, file)
+        logging.basicConfig(
+            level=settings.log_level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s %(message)s",
+            stream=sys.stderr,
+        )
+        return command(settings)
+    except ConfigError as error:
+        return _report(error.message, EXIT_CONFIG)
+    except BatonError as error:
+        return _report(error.message, EXIT_FAILED)
+
+
+def _report(message: str, code: int) -> int:
+    click.echo(f"baton: {message}", err=True)
+    notify(f"STATUS={message}")
+    return code
+
+
+_add("serve", "Start an OpenAI endpoint with its workers, as processes on this machine.", _serve)
+_add("worker", "Start one worker.", _worker)
+_add("frontend", "Start the OpenAI endpoint alone; it finds its workers by discovery.", _frontend)
+
+
+def main() -> None:
+    """Run the command."""
+    cli()

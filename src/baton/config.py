@@ -1,0 +1,222 @@
+"""Settings: one frozen value, from flags over environment (`BATON_*`) over a YAML file over defaults.
+
+Files, environment and argv are read here and nowhere else. The structs are the one table: flags, variables, file keys
+and `docs/configuration.md` all come from their fields.
+"""
+
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from baton.engines.echo.options import EchoOptions
+from baton.errors import ConfigError
+from baton.runtimes.dynamo.options import RuntimeOptions
+
+PREFIX = "BATON_"
+
+Seconds = Annotated[float, Meta(gt=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Tree = dict[str, object]
+
+_SERVE = {"commands": ("serve",)}
+_FRONT = {"commands": ("serve", "frontend")}
+_WORK = {"commands": ("serve", "worker")}
+
+
+def _about(text: str, extra: Mapping[str, object]) -> Meta:
+    return Meta(description=text, extra=dict(extra))
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be set."""
+
+    engine: Annotated[str, _about("which engine runs the model", _WORK)] = "echo"
+    model: Annotated[str, _about("model directory; empty is the engine's own", _WORK)] = ""
+    name: Annotated[str, _about("name the model is served under; empty is the engine's", _WORK)] = ""
+    role: Annotated[Literal["aggregated"], _about("what a worker does", _WORK)] = "aggregated"
+    accepts: Annotated[
+        Literal["tokens", "text"],
+        _about("whether the frontend or the worker owns tokenizer and template", _WORK),
+    ] = "tokens"
+    workers: Annotated[int, Meta(ge=1, le=256), _about("worker processes to start", _SERVE)] = 1
+    host: Annotated[str, _about("address of the OpenAI endpoint", _FRONT)] = "127.0.0.1"
+    port: Annotated[Port, _about("port of the OpenAI endpoint", _FRONT)] = 8000
+    router: Annotated[
+        Literal["round-robin", "random", "kv"], _about("how requests are spread over workers", _FRONT)
+    ] = "round-robin"
+    migrations: Annotated[
+        int,
+        Meta(ge=0, le=100),
+        _about("times a request may move to another worker when its own fails", _FRONT),
+    ] = 3
+    namespace: Annotated[str, Meta(pattern="^[a-z0-9_-]+$", description="group that finds each other")] = "baton"
+    system_host: Annotated[str, _about("address of a worker's /health and /metrics", _WORK)] = "127.0.0.1"
+    system_port: Annotated[
+        Port,
+        _about("port of /health and /metrics; with several workers counted up; 0 is any free one", _WORK),
+    ] = 0
+    max_in_flight: Annotated[int, Meta(ge=1), _about("requests a worker accepts at once", _WORK)] = 1024
+    deadline_s: Annotated[Seconds, Meta(description="longest a request may take")] = 600.0
+    drain_s: Annotated[Seconds, Meta(description="time that running requests get at shutdown")] = 30.0
+    start_s: Annotated[Seconds, Meta(description="longest a start may take")] = 600.0
+    abort_s: Annotated[Seconds, _about("longest to wait for an engine to confirm an abort", _WORK)] = 10.0
+    flush_ms: Annotated[
+        float,
+        Meta(ge=0, le=1000),
+        _about("shortest time between two chunks of a stream; tokens merge", _WORK),
+    ] = 2.0
+    reader_stall_s: Annotated[Seconds, _about("longest a full stream waits for its reader", _WORK)] = 60.0
+    canary_s: Annotated[Seconds, _about("how often an idle worker is probed", _WORK)] = 10.0
+    canary_timeout_s: Annotated[Seconds, _about("longest a probe may take", _WORK)] = 10.0
+    stall_s: Annotated[
+        Seconds, _about("longest an engine with work, or a worker process, may show no progress", _WORK)
+    ] = 30.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what Baton logs")] = "info"
+    log_dir: Annotated[str, _about("where processes started by `serve` log; '-' is standard error", _SERVE)] = (
+        "~/.cache/baton/logs"
+    )
+    profile_dir: Annotated[str, _about("write a cProfile of the worker's event loop here at exit", _WORK)] = ""
+    runtime: RuntimeOptions = RuntimeOptions()
+    echo: EchoOptions = EchoOptions()
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting, with its name in every place."""
+
+    path: tuple[str, ...]
+    kind: str
+    choices: tuple[str, ...]
+    default: object
+    description: str
+    commands: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Its place in the YAML file, sections joined by dots."""
+        return ".".join(self.path)
+
+    @property
+    def flag(self) -> str:
+        """Its command-line flag."""
+        return "--" + "-".join(self.path).replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return PREFIX + "_".join(self.path).upper()
+
+
+_SECTION_COMMANDS = {"runtime": ("serve", "worker", "frontend"), "echo": ("serve", "worker")}
+
+
+def options() -> list[Option]:
+    """Return every setting, in the order of the structs."""
+    return list(_walk(Settings, (), ("serve", "worker", "frontend")))
+
+
+def load(flags: Mapping[str, object], variables: Mapping[str, str], file: Path | None) -> Settings:
+    """Return the settings. `flags` are by option key, None meaning not given. Raises ConfigError, naming the source."""
+    tree: Tree = {}
+    if file is not None:
+        _merge(tree, _read_file(file), str(file))
+    known = {option.variable: option for option in options()}
+    for variable, text in sorted(variables.items()):
+        if variable.startswith(PREFIX):
+            if variable not in known:
+                raise ConfigError(f"unknown environment variable {variable}; see `baton serve --help` for all settings")
+            _put(tree, known[variable].path, text)
+    by_key = {option.key: option for option in options()}
+    for key, value in flags.items():
+        if value is not None:
+            _put(tree, by_key[key].path, value)
+    try:
+        return msgspec.convert(tree, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"bad setting: {error}") from None
+
+
+def to_environment(settings: Settings) -> dict[str, str]:
+    """Return the variables that make another process load these settings."""
+    values: dict[str, str] = {}
+    for option in options():
+        value: object = settings
+        for name in option.path:
+            value = getattr(value, name)
+        if value != option.default:
+            values[option.variable] = str(value).lower() if isinstance(value, bool) else str(value)
+    return values
+
+
+def _walk(cls: type, path: tuple[str, ...], commands: tuple[str, ...]) -> Iterator[Option]:
+    hints = get_type_hints(cls, include_extras=True)
+    for field in msgspec.structs.fields(cls):
+        hint = hints[field.name]
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            yield from _walk(hint, (*path, field.name), _SECTION_COMMANDS[field.name])
+            continue
+        metas = [meta for meta in _metas(hint) if isinstance(meta, Meta)]
+        extras = [meta.extra for meta in metas if meta.extra]
+        bare = _bare(hint)
+        yield Option(
+            path=(*path, field.name),
+            kind="choice" if get_origin(bare) is Literal else getattr(bare, "__name__", "str"),
+            choices=tuple(str(choice) for choice in get_args(bare)) if get_origin(bare) is Literal else (),
+            default=field.default,
+            description=next((meta.description for meta in reversed(metas) if meta.description), ""),
+            commands=cast(tuple[str, ...], extras[-1]["commands"]) if extras else commands,
+        )
+
+
+def _metas(hint: object) -> tuple[object, ...]:
+    if get_origin(hint) is not Annotated:
+        return ()
+    inner, *rest = get_args(hint)
+    return (*_metas(inner), *rest)
+
+
+def _bare(hint: object) -> object:
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if get_origin(hint) in (Union, types.UnionType):
+        raise TypeError("settings have one type each")
+    return hint
+
+
+def _read_file(file: Path) -> Tree:
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold a mapping of settings")
+    return content
+
+
+def _merge(tree: Tree, content: Tree, source: str) -> None:
+    known = {option.key for option in options()}
+    sections = {option.path[0] for option in options() if len(option.path) > 1}
+    for key, value in content.items():
+        if key in sections and isinstance(value, dict):
+            for inner, inner_value in value.items():
+                if f"{key}.{inner}" not in known:
+                    raise ConfigError(f"unknown setting {key}.{inner} in {source}")
+                _put(tree, (key, str(inner)), inner_value)
+        elif key in known:
+            tree[key] = value
+        else:
+            raise ConfigError(f"unknown setting {key} in {source}")
+
+
+def _put(tree: Tree, path: tuple[str, ...], value: object) -> None:
+    for name in path[:-1]:
+        tree = cast(Tree, tree.setdefault(name, {}))
+    tree[path[-1]] = value

@@ -1,0 +1,1 @@
+"""Engine adapters, one package each. An adapter knows its engine and nothing of roles."""

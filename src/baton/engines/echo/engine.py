@@ -1,0 +1,278 @@
+"""The echo engine: repeats the prompt, one token a step, with the manners of a real engine.
+
+With `max_tokens` it goes round the prompt until that many tokens are out; without, it says the prompt once and ends.
+Choice i starts i tokens further on. Blocks are reserved for the whole answer at admission: nothing is preempted.
+"""
+
+import asyncio
+import itertools
+import re
+from collections import deque
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold
+from baton.engines.echo.options import EchoOptions
+from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest
+from baton.models.directory import read_config
+from baton.ports.engine import Capabilities, EngineInfo, Progress, Work
+from baton.protocol.events import KvRemoved, KvStored, LoadSnapshot, Reading
+from baton.protocol.ids import RequestId
+from baton.protocol.outputs import FinishReason, Logprobs, TopLogprob
+from baton.stream import OutputStream
+
+VOCABULARY = 258
+MODEL_DIR = Path(__file__).parent / "model"
+LOAD_INTERVAL_S = 0.25
+
+_FAULT = re.compile(rb"\[\[(fail|stall|die|refuse)(?::(\d+))?\]\]")
+
+
+class _Sequence:
+    """One request inside the engine."""
+
+    __slots__ = (
+        "cached_tokens",
+        "fault",
+        "fault_at",
+        "hold",
+        "produced",
+        "ready_at",
+        "stream",
+        "total",
+        "work",
+    )
+
+    def __init__(self, work: Work, stream: OutputStream) -> None:
+        self.work = work
+        self.stream = stream
+        asked = work.stop.max_tokens is not None or work.stop.ignore_eos
+        self.total = work.max_tokens if asked else min(work.max_tokens, len(work.token_ids))
+        self.produced = 0
+        self.ready_at = 0.0
+        self.hold: Hold | None = None
+        self.cached_tokens = 0
+        self.fault: str | None = None
+        self.fault_at = 0
+
+    @property
+    def choices(self) -> int:
+        return self.work.sampling.n or 1
+
+    def emit(self, count: int) -> bool:
+        """Produce the next `count` tokens of every choice; return whether the sequence has ended."""
+        prompt, start = self.work.token_ids, self.produced
+        stop = min(start + count, self.total)
+        for index in range(self.choices):
+            tokens = [prompt[(position + index) % len(prompt)] for position in range(start, stop)]
+            self.stream.push(tokens, index, self._logprobs(tokens))
+        self.produced = stop
+        if stop < self.total:
+            return False
+        reason = FinishReason.LENGTH if self.total == self.work.max_tokens else FinishReason.EOS
+        for index in range(self.choices):
+            self.stream.finish(reason, index, cached_tokens=self.cached_tokens)
+        return True
+
+    def _logprobs(self, tokens: list[int]) -> Logprobs | None:
+        asked = self.work.output.logprobs
+        if asked is None:
+            return None
+        top = tuple(
+            tuple(TopLogprob(rank + 1, (token + rank) % 256, -float(rank)) for rank in range(asked)) for token in tokens
+        )
+        return Logprobs((0.0,) * len(tokens), top)
+
+
+class EchoEngine:
+    """An Engine (see `ports/engine.py`) that needs no model, no GPU and no network."""
+
+    def __init__(self, options: EchoOptions | None = None, model_dir: Path = MODEL_DIR, name: str = "echo") -> None:
+        self._options = options or EchoOptions()
+        self._model_dir = model_dir
+        self._name = name
+        self._vocabulary = VOCABULARY
+        self._pace_s = self._options.pace_ms / 1000
+        self._ledger = BlockLedger(self._options.blocks)
+        self._waiting: deque[_Sequence] = deque()
+        self._running: dict[RequestId, _Sequence] = {}
+        self._steps = 0
+        self._work = asyncio.Event()
+        self._stuck = asyncio.Event()
+        self._dead: BatonError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._events: asyncio.Queue[Reading | None] | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Engine.capabilities`."""
+        return Capabilities(max_logprobs=20, max_choices=16)
+
+    async def start(self) -> EngineInfo:
+        """See `Engine.start`."""
+        config = read_config(self._model_dir)
+        self._vocabulary = config.vocab_size
+        self._task = asyncio.create_task(self._run(), name="echo-steps")
+        return EngineInfo(
+            model_name=self._name,
+            model_dir=str(self._model_dir),
+            context_length=self._options.context,
+            block_size=BLOCK,
+            total_blocks=self._options.blocks,
+            max_running=self._options.max_running,
+            eos_token_ids=config.eos_token_ids,
+        )
+
+    def submit(self, work: Work) -> OutputStream:
+        """See `Engine.submit`."""
+        if self._dead is not None or self._task is None:
+            raise self._dead or EngineDead("the engine is not running")
+        sequence = _Sequence(work, OutputStream(work.sampling.n or 1))
+        self._refuse_impossible(sequence)
+        self._plant_fault(sequence)
+        self._waiting.append(sequence)
+        self._work.set()
+        return sequence.stream
+
+    async def abort(self, request_id: RequestId) -> None:
+        """See `Engine.abort`."""
+        for sequence in self._waiting:
+            if sequence.work.request_id == request_id:
+                self._waiting.remove(sequence)
+                sequence.stream.fail(Cancelled("aborted"))
+                return
+        running = self._running.get(request_id)
+        if running is not None:
+            self._remove(running)
+            running.stream.fail(Cancelled("aborted"))
+
+    def progress(self) -> Progress:
+        """See `Engine.progress`."""
+        return Progress(self._steps, len(self._running), len(self._waiting))
+
+    async def readings(self) -> AsyncGenerator[Reading, None]:
+        """See `Engine.readings`."""
+        self._events = asyncio.Queue()
+        last: LoadSnapshot | None = None
+        while not (self._dead and self._events.empty()):
+            if (load := self._load()) != last:
+                yield (last := load)
+            try:
+                event = await asyncio.wait_for(self._events.get(), LOAD_INTERVAL_S)
+            except TimeoutError:
+                continue
+            if event is not None:
+                yield event
+
+    async def stop(self) -> None:
+        """See `Engine.stop`."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        self._die(EngineDead("the engine has stopped"))
+
+    def _refuse_impossible(self, sequence: _Sequence) -> None:
+        prompt = sequence.work.token_ids
+        highest = max(prompt)
+        if highest >= self._vocabulary:
+            raise InvalidRequest(f"token_ids: {highest} is not a token of this model; it has {self._vocabulary}")
+        blocks = -(-(len(prompt) + sequence.total) // BLOCK)
+        if blocks > self._ledger.total:
+            raise InvalidRequest(f"the request needs {blocks} KV blocks; this engine has {self._ledger.total}")
+
+    def _plant_fault(self, sequence: _Sequence) -> None:
+        if self._options.faults:
+            text = bytes(token for token in sequence.work.token_ids if token < 256)
+            if found := _FAULT.search(text):
+                sequence.fault, sequence.fault_at = found[1].decode(), int(found[2] or 0)
+        if sequence.fault == "refuse":
+            raise InvalidRequest("prompt: refused, as it asked to be")
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        previous = loop.time()
+        while True:
+            if not self._running and not self._waiting:
+                self._work.clear()
+                await self._work.wait()
+                previous = loop.time()
+            self._admit(loop.time())
+            if self._pace_s:
+                await asyncio.sleep(previous + self._pace_s - loop.time())
+                # A late step makes up for the ones it missed, as an engine on its own thread would have.
+                due = max(1, int((loop.time() - previous) / self._pace_s))
+                previous += due * self._pace_s
+            else:
+                due = 1
+                await asyncio.sleep(0)
+            await self._step(due, loop.time())
+
+    def _admit(self, now: float) -> None:
+        while self._waiting and len(self._running) < self._options.max_running:
+            sequence = self._waiting[0]
+            work = sequence.work
+            hold = self._ledger.take(work.token_ids, len(work.token_ids) + sequence.total, work.cache_salt)
+            if hold is None:
+                return
+            self._waiting.popleft()
+            sequence.hold = hold
+            sequence.cached_tokens = hold.cached * BLOCK
+            sequence.ready_at = now + self._options.prefill_ms / 1000
+            self._running[work.request_id] = sequence
+            self._tell_stored(sequence, hold)
+
+    async def _step(self, due: int, now: float) -> None:
+        for sequence in tuple(self._running.values()):
+            if now < sequence.ready_at:
+                continue
+            if sequence.fault and sequence.produced >= sequence.fault_at:
+                await self._suffer(sequence)
+            elif sequence.emit(due):
+                self._remove(sequence)
+        self._steps += 1
+
+    async def _suffer(self, sequence: _Sequence) -> None:
+        match sequence.fault:
+            case "fail":
+                self._remove(sequence)
+                sequence.stream.fail(EngineFailed("failed, as the prompt asked"))
+            case "die":
+                self._die(EngineDead("died, as the prompt asked"))
+            case _:
+                await self._stuck.wait()
+
+    def _remove(self, sequence: _Sequence) -> None:
+        if self._running.pop(sequence.work.request_id, None) and sequence.hold is not None:
+            self._ledger.give_back(sequence.hold)
+            self._tell_evicted()
+
+    def _die(self, error: BatonError) -> None:
+        self._dead = self._dead or error
+        for sequence in itertools.chain(tuple(self._running.values()), self._waiting):
+            self._remove(sequence)
+            sequence.stream.fail(self._dead)
+        self._waiting.clear()
+        if self._events is not None:
+            self._events.put_nowait(None)
+
+    def _load(self) -> LoadSnapshot:
+        return LoadSnapshot(len(self._running), len(self._waiting), self._ledger.used, self._ledger.total)
+
+    def _tell_stored(self, sequence: _Sequence, hold: Hold) -> None:
+        self._tell_evicted()
+        if self._events is not None and hold.fresh:
+            first = hold.cached * BLOCK
+            self._events.put_nowait(
+                KvStored(
+                    block_hashes=tuple(hold.fresh),
+                    token_ids=sequence.work.token_ids[first : len(hold.named) * BLOCK],
+                    block_size=BLOCK,
+                    parent_hash=hold.named[hold.cached - 1] if hold.cached else None,
+                )
+            )
+
+    def _tell_evicted(self) -> None:
+        evicted, self._ledger.evicted = self._ledger.evicted, []
+        if self._events is not None and evicted:
+            self._events.put_nowait(KvRemoved(tuple(evicted)))

@@ -1,0 +1,85 @@
+"""From an engine's stream to chunks: merged, counted, and aborted on every way out but the regular one."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+
+from baton.errors import EngineFailed
+from baton.handlers._call import Call, Limits
+from baton.ports.engine import Engine, Work
+from baton.protocol.ids import RequestId
+from baton.protocol.lifecycle import State
+from baton.protocol.outputs import Chunk, Finished, HandoffReady, Output, TokenDelta, Usage
+
+log = logging.getLogger(__name__)
+
+
+async def relay(engine: Engine, work: Work, call: Call, limits: Limits) -> AsyncGenerator[Chunk, None]:
+    """Submit `work` and yield its chunks; the last one carries the finish reason and the usage.
+
+    Chunks leave as soon as there is something to send, but not more often than every `flush_s`: tokens that come faster
+    are joined. When the iterator ends in any other way than by the last chunk, the engine has been told to abort, and
+    has answered or run out of `abort_s`.
+    """
+    call.scope.check()
+    call.lifecycle.advance(State.SUBMITTED)
+    open_choices = work.sampling.n or 1
+    stream = engine.submit(work)
+    try:
+        call.scope.on_fire(stream.fail)
+        clock = asyncio.get_running_loop().time
+        not_before = 0.0
+        while open_choices:
+            outputs = await stream.read(not_before)
+            not_before = clock() + limits.flush_s
+            if call.first_output_at is None:
+                call.first_output_at = time.perf_counter()
+                call.lifecycle.advance(State.STREAMING)
+            if not outputs:
+                raise EngineFailed("the engine ended the stream without a finish reason")
+            open_choices -= sum(type(output) is Finished for output in outputs)
+            for chunk in _chunks(outputs, call, last=not open_choices):
+                yield chunk
+    finally:
+        if open_choices:
+            await _abort(engine, work.request_id, limits.abort_s)
+
+
+def _chunks(outputs: list[Output], call: Call, last: bool) -> list[Chunk]:
+    """Return one chunk for each choice that has something to say; usage is on the very last one."""
+    deltas: dict[int, TokenDelta] = {}
+    ends: list[Finished] = []
+    chunks: list[Chunk] = []
+    for output in outputs:
+        match output:
+            case TokenDelta():
+                deltas[output.index] = output
+                call.completion_tokens += len(output.token_ids)
+            case Finished():
+                ends.append(output)
+                if output.cached_tokens is not None:
+                    call.cached_tokens = output.cached_tokens
+            case HandoffReady():
+                chunks.append(Chunk([], disaggregated_params=output.params))
+    for end in ends:
+        delta = deltas.pop(end.index, None)
+        usage = _usage(call) if last and end is ends[-1] else None
+        tokens, logprobs = (delta.token_ids, delta.logprobs) if delta else ([], None)
+        chunks.append(Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage))
+    chunks[:0] = [Chunk(delta.token_ids, delta.index, delta.logprobs) for delta in deltas.values()]
+    return chunks
+
+
+def _usage(call: Call) -> Usage:
+    return Usage(call.prompt_tokens, call.completion_tokens, call.cached_tokens)
+
+
+async def _abort(engine: Engine, request_id: RequestId, abort_s: float) -> None:
+    """Abort at the engine even if our own task is being cancelled; give up waiting after `abort_s`."""
+    task = asyncio.ensure_future(engine.abort(request_id))
+    try:
+        await asyncio.wait_for(asyncio.shield(task), abort_s)
+    except TimeoutError:
+        log.error("%s the engine did not confirm an abort within %g s", request_id, abort_s)
+        task.cancel()

@@ -1,0 +1,29 @@
+"""The aggregated role: one worker does prefill and decode."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from baton.handlers._call import Desk
+from baton.handlers._stream import relay
+from baton.handlers._work import build_work
+from baton.ports.engine import Engine, EngineInfo
+from baton.ports.runtime import Context
+from baton.protocol.outputs import Chunk
+from baton.protocol.requests import GenerateRequest
+
+
+class AggregatedHandler:
+    """Generates tokens from tokens on one engine."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk) -> None:
+        self._engine = engine
+        self._info = info
+        self._desk = desk
+
+    async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
+        """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
+        with self._desk.open(context, len(request.token_ids)) as call:
+            work = build_work(request, call.request_id, self._info, self._engine.capabilities, context.trace_headers)
+            async with aclosing(relay(self._engine, work, call, self._desk.limits)) as chunks:
+                async for chunk in chunks:
+                    yield chunk

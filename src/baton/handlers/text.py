@@ -1,0 +1,111 @@
+"""Text in, text out: the aggregated role for workers that own the tokenizer, template and stop strings."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from baton.errors import InvalidRequest, Unsupported
+from baton.handlers._call import Call, Desk
+from baton.handlers._stops import StopMatcher
+from baton.handlers._stream import relay
+from baton.handlers._work import build_work
+from baton.ports.engine import Engine, EngineInfo
+from baton.ports.runtime import Context
+from baton.ports.tokenizer import Tokenizer
+from baton.protocol.outputs import Chunk, FinishReason, Usage
+from baton.protocol.requests import GenerateRequest
+from baton.protocol.text import TextChunk, TextRequest
+
+
+class TextHandler:
+    """Generates text from text on one engine."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk, tokenizer: Tokenizer) -> None:
+        self._engine = engine
+        self._info = info
+        self._desk = desk
+        self._tokenizer = tokenizer
+
+    async def generate(self, request: TextRequest, context: Context) -> AsyncGenerator[TextChunk, None]:
+        """Yield the answer in chunks of text. Raises the errors of `errors.py`."""
+        with self._desk.open(context, 0) as call:
+            tokens = await call.scope.wait(asyncio.to_thread(self._tokenize, request))
+            call.prompt_tokens = len(tokens)
+            inner = GenerateRequest(
+                token_ids=tuple(tokens),
+                model=request.model,
+                stop=request.stop_conditions(),
+                sampling=request.sampling(),
+            )
+            work = build_work(inner, call.request_id, self._info, self._engine.capabilities, context.trace_headers)
+            answer = _Answer(request, context, self._tokenizer, inner.choices)
+            async with aclosing(relay(self._engine, work, call, self._desk.limits)) as chunks:
+                async for chunk in chunks:
+                    for text in answer.push(chunk, call):
+                        yield text
+                    if answer.complete:
+                        break
+
+    def _tokenize(self, request: TextRequest) -> list[int]:
+        for field in ("logprobs", "tools", "response_format"):
+            if getattr(request, field):
+                raise Unsupported(f"{field}: not served by workers that accept text; use --accepts tokens")
+        if request.messages is not None:
+            if not request.messages:
+                raise InvalidRequest("messages: the list is empty")
+            return self._tokenizer.encode(self._tokenizer.render_chat(request.messages))
+        match request.prompt:
+            case str(text) | (str(text),):
+                return self._tokenizer.encode(text)
+            case tuple(tokens) if tokens and all(isinstance(token, int) and token >= 0 for token in tokens):
+                return [int(token) for token in tokens]
+            case _:
+                raise InvalidRequest("prompt: expected one text or one list of token ids")
+
+
+class _Answer:
+    """The text of every choice so far."""
+
+    def __init__(self, request: TextRequest, context: Context, tokenizer: Tokenizer, choices: int) -> None:
+        self._chat = request.messages is not None
+        self._id = ("chatcmpl-" if self._chat else "cmpl-") + context.id
+        self._model = request.model
+        self._created = int(time.time())
+        self._decoders = [tokenizer.decoder() for _ in range(choices)]
+        self._stops = [StopMatcher(request.stops) for _ in range(choices)]
+        self._open = set(range(choices))
+        self._begun: set[int] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has ended."""
+        return not self._open
+
+    def push(self, chunk: Chunk, call: Call) -> list[TextChunk]:
+        """Return what there is to show after `chunk`: nothing, or one piece of text."""
+        index, stops = chunk.index, self._stops[chunk.index]
+        if index not in self._open:
+            return []
+        text = stops.push(self._decoders[index].push(chunk.token_ids))
+        reason = FinishReason.STOP if stops.stopped else chunk.finish_reason
+        if reason is not None:
+            text += stops.flush()
+            self._open.discard(index)
+        elif not text:
+            return []
+        first = index not in self._begun
+        self._begun.add(index)
+        return [
+            TextChunk(
+                request_id=self._id,
+                model=self._model,
+                created=self._created,
+                chat=self._chat,
+                text=text,
+                index=index,
+                first=first,
+                finish_reason=reason,
+                usage=None if self._open else Usage(call.prompt_tokens, call.completion_tokens, call.cached_tokens),
+            )
+        ]

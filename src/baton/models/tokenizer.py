@@ -1,0 +1,67 @@
+"""The tokenizer of a model directory: Hugging Face's tokenizers, and the chat template in a sandbox."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers.decoders import DecodeStream
+
+from baton.errors import ConfigError, InvalidRequest
+
+
+class HubTokenizer:
+    """A Tokenizer (see `ports/tokenizer.py`)."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+            self._settings = json.loads((directory / "tokenizer_config.json").read_text())
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ConfigError(f"cannot read the tokenizer in {directory}: {error}") from error
+        self._template = self._compile(self._settings.get("chat_template"))
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decoder(self) -> "HubDecoder":
+        """See `Tokenizer.decoder`."""
+        return HubDecoder(self._tokenizer)
+
+    def render_chat(self, messages: Sequence[dict[str, object]]) -> str:
+        """See `Tokenizer.render_chat`."""
+        if self._template is None:
+            raise InvalidRequest("messages: this model has no chat template; use /v1/completions")
+        special = {key: value for key, value in self._settings.items() if key.endswith("_token")}
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **special)
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"messages: {error}") from None
+
+    @staticmethod
+    def _compile(template: object) -> jinja2.Template | None:
+        if not isinstance(template, str):
+            return None
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        return environment.from_string(template)
+
+
+class HubDecoder:
+    """A Decoder (see `ports/tokenizer.py`)."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `Decoder.push`."""
+        step, tokenizer = self._stream.step, self._tokenizer
+        return "".join([step(tokenizer, token) or "" for token in token_ids])
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,138 @@
+"""The engine: what turns tokens into tokens. It sits below roles and knows nothing of them.
+
+A handler owns the request; an adapter owns the engine. `baton.testing.EngineContract` checks every rule here.
+"""
+
+import enum
+from collections.abc import AsyncGenerator, Mapping
+from typing import Protocol
+
+import msgspec
+
+from baton.protocol.events import Reading
+from baton.protocol.handoff import Handoff
+from baton.protocol.ids import RequestId
+from baton.protocol.outputs import Output
+from baton.protocol.requests import OutputOptions, Sampling, StopConditions
+
+
+class HandoffStyle(enum.StrEnum):
+    """When a prefill knows where its KV can be fetched."""
+
+    NONE = "none"
+    EARLY = "early"
+    LATE = "late"
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine can do, told once. A handler refuses what is not here; an adapter never ignores an option."""
+
+    generate: bool = True
+    embeddings: bool = False
+    media_encoding: bool = False
+    diffusion: bool = False
+    modalities: frozenset[str] = frozenset({"text"})
+    handoff: HandoffStyle = HandoffStyle.NONE
+    max_logprobs: int | None = None
+    prompt_logprobs: bool = False
+    max_choices: int = 1
+    guided: frozenset[str] = frozenset()
+    logit_bias: bool = False
+    lora: bool = False
+    memory_tags: frozenset[str] = frozenset()
+    weight_sources: frozenset[str] = frozenset()
+    profile: bool = False
+    expert_records: bool = False
+    dp_size: int = 1
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a started engine serves, and with how much room."""
+
+    model_name: str
+    model_dir: str
+    context_length: int
+    block_size: int
+    total_blocks: int
+    max_running: int
+    eos_token_ids: tuple[int, ...] = ()
+    handoff_host: str | None = None
+    handoff_port: int | None = None
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as an engine sees it. `max_tokens` is always set; limits have been checked."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    stop: StopConditions = StopConditions()
+    sampling: Sampling = Sampling()
+    output: OutputOptions = OutputOptions()
+    eos_token_ids: tuple[int, ...] = ()
+    handoff: Handoff | None = None
+    priority: int = 0
+    dp_rank: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    trace_headers: Mapping[str, str] = {}
+
+
+class Progress(msgspec.Struct, frozen=True, gc=False):
+    """Whether the engine moves. `steps` grows with every step; work without growth is a stall."""
+
+    steps: int
+    running: int
+    waiting: int
+
+
+class Stream(Protocol):
+    """The outputs of one request, for one reader.
+
+    A stream that is read slower than it is filled merges: the next read returns everything since the last one, tokens
+    of one choice joined into one delta. So a slow reader costs memory for its tokens and nothing else.
+    """
+
+    async def read(self, not_before: float = 0.0) -> list[Output]:
+        """Wait for outputs and return all of them, oldest first; an empty list means the stream has ended.
+
+        Returns as soon as there is something to return and the loop's clock has reached `not_before`; the end of the
+        stream is never held back. Raises what the stream failed with, after what came before it has been read.
+        Cancelling a read loses nothing.
+        """
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with `error`, from the event-loop thread. The first end wins; later ones do nothing."""
+
+
+class Engine(Protocol):
+    """One running model. Every method is called from one event loop and none may block it."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do. Valid before `start`."""
+
+    async def start(self) -> EngineInfo:
+        """Load the model and begin to step. Raises ConfigError (the model or the options are wrong) or EngineDead."""
+
+    def submit(self, work: Work) -> Stream:
+        """Take `work` in; on return the engine knows it and `abort(work.request_id)` works.
+
+        Raises InvalidRequest or Unsupported for work that can never run, and EngineDead. A request that only has to
+        wait is accepted and waits inside.
+        """
+
+    async def abort(self, request_id: RequestId) -> None:
+        """Stop a request in any phase. Returns when the engine will no longer touch its memory.
+
+        Idempotent; an unknown or finished id is no error. The stream ends with Cancelled unless it ended before.
+        """
+
+    def readings(self) -> AsyncGenerator[Reading, None]:
+        """Iterate over load snapshots and KV events, in order and without gaps, until `stop`. One reader."""
+
+    def progress(self) -> Progress:
+        """Tell whether the engine moves. Cheap, and answers even when the engine is stuck."""
+
+    async def stop(self) -> None:
+        """End every stream with EngineDead and free everything. Idempotent, and valid after a failed start."""

@@ -1,0 +1,30 @@
+"""What handlers tell the outside about each request: one record at its end."""
+
+from typing import Protocol
+
+import msgspec
+
+from baton.protocol.ids import RequestId
+from baton.protocol.lifecycle import State
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One finished request."""
+
+    request_id: RequestId
+    role: str
+    state: State
+    error_code: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    first_output_s: float | None
+    duration_s: float
+    trace_id: str | None
+
+
+class Observer(Protocol):
+    """Called in the event loop, once per request; must not block or raise."""
+
+    def finished(self, record: RequestRecord) -> None:
+        """Take note of a finished request."""

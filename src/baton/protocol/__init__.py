@@ -1,0 +1,1 @@
+"""What crosses a wire, as frozen values. Imports nothing else of Baton."""

@@ -1,0 +1,133 @@
+"""Between the runtime's dicts and our values. Bare dicts go no further in than this module.
+
+Decoding is one pass in C; keys without a field are kept in `extra`, so `encode_request(decode_request(d))` loses
+nothing. Failures name the field and its path.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar, cast
+
+import msgspec
+
+from baton.protocol.outputs import Chunk, Logprobs, Usage
+from baton.protocol.requests import (
+    EXTRA_KEY,
+    Extra,
+    GenerateRequest,
+    GuidedDecoding,
+    OutputOptions,
+    Routing,
+    Sampling,
+    StopConditions,
+)
+
+Wire = dict[str, object]
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class DecodeError(ValueError):
+    """What arrived is not what the contract says. The message names the field and its path."""
+
+
+_KEEPERS: tuple[type[msgspec.Struct], ...] = (
+    GenerateRequest,
+    StopConditions,
+    Sampling,
+    GuidedDecoding,
+    OutputOptions,
+    Routing,
+)
+_FIELDS = {cls: {f.encode_name: f for f in msgspec.structs.fields(cls)} for cls in _KEEPERS}
+_KEYS = {cls: frozenset(fields) - {EXTRA_KEY} for cls, fields in _FIELDS.items()}
+
+
+def decode_request(raw: object) -> GenerateRequest:
+    """Return the request that `raw` describes. Raises DecodeError."""
+    if not isinstance(raw, Mapping):
+        raise DecodeError(f"Expected `object`, got `{type(raw).__name__}` - at `$`")
+    present: Wire = {key: value for key, value in raw.items() if value is not None}
+    media = present.get("multi_modal_data")
+    if isinstance(media, Mapping):
+        present["multi_modal_data"] = {kind: _media_items(items) for kind, items in media.items()}
+    return keep_extra(convert(present, GenerateRequest), present)
+
+
+def convert(raw: object, cls: type[S]) -> S:
+    """Return `raw` as a `cls`, or raise DecodeError with the path of the first thing that is wrong."""
+    try:
+        return msgspec.convert(raw, cls)
+    except (msgspec.ValidationError, RecursionError, UnicodeError, OverflowError) as error:
+        raise DecodeError(str(error)) from None
+
+
+def keep_extra(value: S, raw: Mapping[str, object]) -> S:
+    """Return `value` with the keys of `raw` that have no field kept in `extra`, at every level."""
+    cls = type(value)
+    changes: Wire = {}
+    if unknown := raw.keys() - _KEYS[cls]:
+        changes["extra"] = {key: raw[key] for key in raw if key in unknown}
+    for name, field in _FIELDS[cls].items():
+        inner = getattr(value, field.name)
+        below = raw.get(name)
+        if type(inner) in _FIELDS and isinstance(below, Mapping):
+            kept = keep_extra(inner, below)
+            if kept is not inner:
+                changes[field.name] = kept
+    return msgspec.structs.replace(value, **changes) if changes else value
+
+
+def encode_request(request: GenerateRequest) -> Wire:
+    """Return the dict that decodes to `request`, for forwarding to another worker."""
+    return _restore(cast(Wire, msgspec.to_builtins(request, builtin_types=(bytes,))))
+
+
+def encode_chunk(chunk: Chunk) -> Wire:
+    """Return `chunk` in the frontend's words. Fields that are not set are left out."""
+    wire: Wire = {"token_ids": chunk.token_ids, "index": chunk.index}
+    if chunk.logprobs is not None:
+        _encode_logprobs(chunk.logprobs, wire)
+    if chunk.finish_reason is not None:
+        wire["finish_reason"] = chunk.finish_reason.value
+    if chunk.stop_reason is not None:
+        wire["stop_reason"] = chunk.stop_reason
+    if chunk.usage is not None:
+        wire["completion_usage"] = _encode_usage(chunk.usage)
+    if chunk.disaggregated_params is not None:
+        wire["disaggregated_params"] = chunk.disaggregated_params
+    return wire
+
+
+def _encode_logprobs(logprobs: Logprobs, wire: Wire) -> None:
+    wire["log_probs"] = list(logprobs.chosen)
+    if logprobs.top:
+        wire["top_logprobs"] = [
+            [
+                {"rank": top.rank, "token_id": top.token_id, "token": top.token, "logprob": top.logprob}
+                for top in position
+            ]
+            for position in logprobs.top
+        ]
+
+
+def _encode_usage(usage: Usage) -> Wire:
+    cached = usage.cached_tokens
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
+    }
+
+
+def _media_items(items: object) -> object:
+    if not isinstance(items, list | tuple):
+        return items
+    return [{"Url": item} if isinstance(item, str) else item for item in items]
+
+
+def _restore(wire: Wire) -> Wire:
+    extra = cast(Extra, wire.pop(EXTRA_KEY, {}))
+    for key, value in wire.items():
+        if isinstance(value, dict) and EXTRA_KEY in value:
+            wire[key] = _restore(value)
+    return {**wire, **extra}

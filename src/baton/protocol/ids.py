@@ -1,0 +1,17 @@
+"""Identities. A request id is ours and unique per attempt; it is never the trace id."""
+
+import itertools
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+
+_attempts = itertools.count(1)
+
+
+def new_request_id(context_id: str) -> RequestId:
+    """Return an id that no other request of this process has.
+
+    The frontend keeps one context id across migrations, so two attempts of one request can meet on
+    one worker; the attempt number keeps them apart.
+    """
+    return RequestId(f"{context_id}.{next(_attempts)}")

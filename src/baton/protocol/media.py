@@ -1,0 +1,15 @@
+"""References to images, video and audio inside a request."""
+
+import msgspec
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of media: a URL that the worker fetches under its access policy, or a transfer descriptor
+    of media that the frontend has already decoded. Exactly one of the two is set."""
+
+    url: str | None = msgspec.field(default=None, name="Url")
+    decoded: dict[str, object] | None = msgspec.field(default=None, name="Decoded")
+
+    def __post_init__(self) -> None:
+        if (self.url is None) == (self.decoded is None):
+            raise ValueError("a media item has either `Url` or `Decoded`")

@@ -1,0 +1,77 @@
+"""What a request yields: engine outputs on the inside, chunks on the wire."""
+
+import enum
+
+import msgspec
+
+
+class FinishReason(enum.StrEnum):
+    """The only reasons that are legal on the wire. A failure is an error, not a finish reason."""
+
+    EOS = "eos"
+    LENGTH = "length"
+    STOP = "stop"
+    CANCELLED = "cancelled"
+    CONTENT_FILTER = "content_filter"
+
+
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
+    """One alternative at a position, best rank first (rank 1)."""
+
+    rank: int
+    token_id: int
+    logprob: float
+    token: str | None = None
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities aligned one to one with the tokens of the delta that carries them."""
+
+    chosen: tuple[float, ...]
+    top: tuple[tuple[TopLogprob, ...], ...] = ()
+
+
+class TokenDelta(msgspec.Struct, frozen=True):
+    """New tokens of one choice, never repeated."""
+
+    token_ids: list[int]
+    index: int = 0
+    logprobs: Logprobs | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, gc=False):
+    """One choice has ended. The stream ends when every choice has."""
+
+    reason: FinishReason
+    index: int = 0
+    stop_reason: int | str | None = None
+    cached_tokens: int | None = None
+
+
+class HandoffReady(msgspec.Struct, frozen=True):
+    """A prefill's KV can be claimed with these parameters."""
+
+    params: dict[str, object]
+
+
+Output = TokenDelta | HandoffReady | Finished
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """Token counts of a whole request, over all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One message from worker to frontend: new tokens of one choice, and at its end why and how many."""
+
+    token_ids: list[int]
+    index: int = 0
+    logprobs: Logprobs | None = msgspec.field(default=None, name="log_probs, top_logprobs")
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    usage: Usage | None = msgspec.field(default=None, name="completion_usage")
+    disaggregated_params: dict[str, object] | None = None

@@ -1,0 +1,144 @@
+"""The generate request, as every role sees it.
+
+Field names are ours; `name=` gives the frontend's word where it differs. A field that is null or absent on the wire
+is None here. `extra` keeps what this version does not know, so that a forwarded request loses nothing.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.protocol.handoff import Bootstrap, PrefillResult
+from baton.protocol.media import MediaItem
+
+TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**32 - 1)]
+Choices = Annotated[int, Meta(ge=1, le=128)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Extra = dict[str, object]
+
+# Never a key on the wire: the codec fills it with the keys that have no field.
+EXTRA_KEY = "<extra>"
+
+
+def _extra() -> Extra:
+    field: Extra = msgspec.field(default_factory=dict, name=EXTRA_KEY)
+    return field
+
+
+class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
+    """When to stop. Stop strings are the frontend's work in token format and the worker's in text format."""
+
+    max_tokens: Positive | None = None
+    min_tokens: Count | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[TokenId, ...] | None = None
+    stop_token_ids_visible: tuple[TokenId, ...] | None = None
+    stop_token_ids_hidden: tuple[TokenId, ...] | None = None
+    ignore_eos: bool | None = None
+    max_thinking_tokens: Count | None = None
+    extra: Extra = _extra()
+
+
+class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True):
+    """A shape that the output must have."""
+
+    json: object = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    structural_tag: object = None
+    backend: str | None = None
+    whitespace_pattern: str | None = None
+    extra: Extra = _extra()
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return which kinds of shape are asked for."""
+        asked = {
+            "json": self.json,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+            "structural_tag": self.structural_tag,
+        }
+        return tuple(kind for kind, value in asked.items() if value is not None)
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens. None means the model's default; 0 is a value, never "unset"."""
+
+    n: Choices | None = None
+    best_of: Choices | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Share | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    include_stop_str_in_output: bool | None = None
+    guided_decoding: GuidedDecoding | None = None
+    logit_bias: dict[str, float] | None = None
+    extra: Extra = _extra()
+
+
+class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to return beside the tokens. `logprobs` 0 asks for the chosen token only."""
+
+    logprobs: Annotated[int, Meta(ge=0, le=1000)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=1000)] | None = None
+    skip_special_tokens: bool | None = None
+    formatted_prompt: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    extra: Extra = _extra()
+
+
+class Routing(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router decided, and what it was told."""
+
+    backend_instance_id: int | None = None
+    prefill_worker_id: int | None = None
+    decode_worker_id: int | None = None
+    dp_rank: Count | None = None
+    prefill_dp_rank: Count | None = None
+    expected_output_tokens: Count | None = None
+    lora_name: str | None = None
+    cache_namespace: str | None = None
+    priority: int | None = None
+    extra: Extra = _extra()
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to generate tokens from tokens."""
+
+    token_ids: tuple[TokenId, ...]
+    model: str = ""
+    stop: StopConditions = msgspec.field(default=StopConditions(), name="stop_conditions")
+    sampling: Sampling = msgspec.field(default=Sampling(), name="sampling_options")
+    output: OutputOptions = msgspec.field(default=OutputOptions(), name="output_options")
+    eos_token_ids: tuple[TokenId, ...] = ()
+    annotations: tuple[str, ...] = ()
+    routing: Routing | None = None
+    prefill_result: PrefillResult | None = None
+    bootstrap: Bootstrap | None = msgspec.field(default=None, name="bootstrap_info")
+    media: dict[str, tuple[MediaItem, ...]] | None = msgspec.field(default=None, name="multi_modal_data")
+    extra_args: dict[str, object] | None = None
+    extra: Extra = _extra()
+
+    @property
+    def choices(self) -> int:
+        """How many answers are asked for."""
+        return self.sampling.n or 1
+
+    def for_prefill(self) -> "GenerateRequest":
+        """Return the request that fills the KV cache and makes one token, for one choice."""
+        stop = msgspec.structs.replace(self.stop, max_tokens=1, min_tokens=None)
+        sampling = msgspec.structs.replace(self.sampling, n=1, best_of=None)
+        return msgspec.structs.replace(self, stop=stop, sampling=sampling)

@@ -1,0 +1,118 @@
+"""The text format: an OpenAI body in, OpenAI chunks out, for workers that own the tokenizer."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.protocol.codec import DecodeError, Wire, convert
+from baton.protocol.outputs import FinishReason, Usage
+from baton.protocol.requests import (
+    Choices,
+    Count,
+    Penalty,
+    Positive,
+    Sampling,
+    Share,
+    StopConditions,
+    Temperature,
+)
+
+
+class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat or a completion request, as the client wrote it. Exactly one of `messages` and `prompt` is set."""
+
+    model: str
+    messages: tuple[dict[str, object], ...] | None = None
+    prompt: str | tuple[str | int, ...] | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop: str | tuple[str, ...] | None = None
+    n: Choices | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    seed: int | None = None
+    logprobs: bool | int | None = None
+    response_format: dict[str, object] | None = None
+    tools: tuple[dict[str, object], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.messages is None) == (self.prompt is None):
+            raise ValueError("a request has either `messages` or `prompt`")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, none of them empty."""
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        return tuple(stop for stop in stops if stop)
+
+    def stop_conditions(self) -> StopConditions:
+        """Return when the engine stops; stop strings are matched on the text, after it."""
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return StopConditions(max_tokens=limit, min_tokens=self.min_tokens, ignore_eos=self.ignore_eos)
+
+    def sampling(self) -> Sampling:
+        """Return how tokens are chosen."""
+        shared = {name: getattr(self, name) for name in Sampling.__struct_fields__ if name in self.__struct_fields__}
+        return Sampling(**shared)
+
+
+class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of text of one choice."""
+
+    request_id: str
+    model: str
+    created: int
+    chat: bool
+    text: str
+    index: int = 0
+    first: bool = False
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+_OPENAI_REASON = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "stop",
+    FinishReason.CONTENT_FILTER: "content_filter",
+}
+
+
+def decode_text(raw: object) -> TextRequest:
+    """Return the request that an OpenAI body describes. Raises DecodeError."""
+    if not isinstance(raw, dict):
+        raise DecodeError(f"Expected `object`, got `{type(raw).__name__}` - at `$`")
+    return convert(raw, TextRequest)
+
+
+def encode_text(chunk: TextChunk) -> Wire:
+    """Return `chunk` as an OpenAI stream object."""
+    reason = _OPENAI_REASON[chunk.finish_reason] if chunk.finish_reason is not None else None
+    choice: Wire = {"index": chunk.index, "finish_reason": reason, "logprobs": None}
+    if chunk.chat:
+        choice["delta"] = {"role": "assistant", "content": chunk.text} if chunk.first else {"content": chunk.text}
+    else:
+        choice["text"] = chunk.text
+    wire: Wire = {
+        "id": chunk.request_id,
+        "object": "chat.completion.chunk" if chunk.chat else "text_completion",
+        "created": chunk.created,
+        "model": chunk.model,
+        "choices": [choice],
+    }
+    if chunk.usage is not None:
+        wire["usage"] = {
+            "prompt_tokens": chunk.usage.prompt_tokens,
+            "completion_tokens": chunk.usage.completion_tokens,
+            "total_tokens": chunk.usage.prompt_tokens + chunk.usage.completion_tokens,
+        }
+    return wire

@@ -1,0 +1,1 @@
+"""What a worker tells the outside: metrics here, KV events and load for the router."""

@@ -1,0 +1,1 @@
+"""Runtimes: how requests travel between processes. They know neither roles nor engines."""

@@ -1,0 +1,40 @@
+"""The runtime's request context, as our Context."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from dynamo._core import Context as RawContext
+
+
+class DynamoContext:
+    """See `ports/runtime.py`. `raw` is for calls that go on from here."""
+
+    __slots__ = ("_headers", "_left", "raw")
+
+    def __init__(self, raw: RawContext) -> None:
+        self.raw = raw
+        self._headers: dict[str, str] | None = None
+        self._left: asyncio.Future[bool] | None = None
+
+    @property
+    def id(self) -> str:
+        """See `Context.id`."""
+        return self.raw.id()
+
+    @property
+    def trace_headers(self) -> Mapping[str, str]:
+        """See `Context.trace_headers`."""
+        if self._headers is None:
+            self._headers = self.raw.trace_headers() or {}
+        return self._headers
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """See `Context.on_cancel`."""
+        if self._left is None:
+            self._left = self.raw.async_killed_or_stopped()
+        self._left.add_done_callback(lambda future: None if future.cancelled() else callback())
+
+    def close(self) -> None:
+        """The request has ended; nobody is called any more."""
+        if self._left is not None:
+            self._left.cancel()

@@ -1,0 +1,97 @@
+"""The OpenAI frontend of ai-dynamo-runtime: HTTP, chat templates, tokenizer, routing and migration, all in Rust."""
+
+import asyncio
+import os
+import socket
+from typing import Literal
+
+from dynamo import _core
+
+from baton.errors import ConfigError
+from baton.runtimes.dynamo.listener import set_nodelay
+from baton.runtimes.dynamo.options import RuntimeOptions
+from baton.runtimes.dynamo.runtime import DynamoRuntime
+
+RouterName = Literal["round-robin", "random", "kv"]
+
+_ROUTERS = {
+    "round-robin": _core.RouterMode.RoundRobin,
+    "random": _core.RouterMode.Random,
+    "kv": _core.RouterMode.KV,
+}
+
+
+class DynamoFrontend:
+    """One OpenAI endpoint over every worker that discovery knows."""
+
+    def __init__(
+        self,
+        options: RuntimeOptions,
+        namespace: str,
+        host: str,
+        port: int,
+        router: RouterName,
+        migrations: int,
+        drain_s: float,
+        backend_timeout_s: float,
+    ) -> None:
+        self._namespace = namespace
+        self._host = host
+        self._port = port
+        self._router = router
+        self._drain_s = drain_s
+        self._migrations = migrations
+        self._environment = {
+            # A stream that fails before its first token gets a real HTTP status instead of a 200.
+            "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "200",
+            "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(max(1, round(drain_s))),
+            # The last resort for a worker that is neither dead nor alive.
+            "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": str(max(1, round(backend_timeout_s))),
+        }
+        self._runtime = DynamoRuntime(options, system_port=None)
+        self._served: asyncio.Future[None] | None = None
+
+    async def start(self, timeout_s: float = 30.0) -> None:
+        """Listen. On return the port answers. Raises ConfigError when the address is taken."""
+        refuse_taken_port(self._host, self._port)
+        os.environ.update(self._environment)
+        await self._runtime.start()
+        arguments = _core.EntrypointArgs(
+            _core.EngineType.Dynamic,
+            http_host=self._host,
+            http_port=self._port,
+            router_config=_core.RouterConfig(_ROUTERS[self._router]),
+            migration_limit=self._migrations,
+            namespace=self._namespace,
+        )
+        engine = await _core.make_engine(self._runtime.raw, arguments)
+        self._served = asyncio.ensure_future(_core.run_input(self._runtime.raw, "http", engine))
+        async with asyncio.timeout(timeout_s):
+            while not set_nodelay(self._port):
+                if self._served.done():
+                    raise ConfigError(f"the frontend cannot listen on {self._host}:{self._port}")
+                await asyncio.sleep(0.01)
+
+    async def wait(self) -> None:
+        """Wait until the frontend ends by itself, which it does only when something is wrong."""
+        if self._served is not None:
+            await asyncio.wait([self._served])
+
+    async def stop(self) -> None:
+        """Let running streams finish (up to `drain_s`), then end."""
+        await self._runtime.shutdown()
+        if self._served is not None:
+            await asyncio.wait([self._served], timeout=self._drain_s + 5)
+
+
+def refuse_taken_port(host: str, port: int) -> None:
+    """Raise ConfigError if nothing can listen on `host`:`port`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+            ) from None

@@ -1,0 +1,283 @@
+"""A Runtime on ai-dynamo-runtime: embedded with no services, and the same code on etcd, NATS and Kubernetes."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from dynamo import _core
+from dynamo.llm.exceptions import HttpError
+
+from baton.errors import BatonError, Cancelled, ConfigError, InvalidRequest, PeerLost
+from baton.ports.runtime import Context, ModelCard, Rep, Req, Service, Wire
+from baton.protocol.codec import DecodeError
+from baton.runtimes.dynamo.context import DynamoContext
+from baton.runtimes.dynamo.egress import Egress, Sender
+from baton.runtimes.dynamo.errors import from_runtime, to_runtime
+from baton.runtimes.dynamo.options import RuntimeOptions, discovery_directory, environment
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_S = 10.0
+
+_SURFACES = {
+    "chat": _core.ModelType.Chat,
+    "completions": _core.ModelType.Completions,
+    "embeddings": _core.ModelType.Embedding,
+}
+_WORKER_TYPES = {
+    "aggregated": _core.WorkerType.Aggregated,
+    "prefill": _core.WorkerType.Prefill,
+    "decode": _core.WorkerType.Decode,
+    "encode": _core.WorkerType.Encode,
+}
+_INPUTS = {"tokens": _core.ModelInput.Tokens, "text": _core.ModelInput.Text}
+
+
+class _Answer:
+    """What the runtime iterates over for one request: no items, since answers are pushed, only an end.
+
+    A future instead of a generator: an error that ends it carries no frames, so the runtime has no traceback to print
+    for a request that was merely refused.
+    """
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: asyncio.Future[None]) -> None:
+        self._end = end
+
+    def __aiter__(self) -> "_Answer":
+        return self
+
+    def __anext__(self) -> asyncio.Future[None]:
+        return self._end
+
+
+class _Server:
+    """Answers the requests of one endpoint."""
+
+    def __init__(self, service: Service[Any, Any], reader_stall_s: float) -> None:
+        self._service = service
+        self._stall_s = reader_stall_s
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, request: Wire, context: _core.Context, response_sender: Sender | None = None) -> _Answer:
+        """Called by the runtime, in the event-loop thread, for every request."""
+        assert response_sender is not None
+        end: asyncio.Future[None] = self._loop.create_future()
+        task = self._loop.create_task(self._answer(request, DynamoContext(context), response_sender, end))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return _Answer(end)
+
+    async def _answer(self, request: Wire, context: DynamoContext, sender: Sender, end: asyncio.Future[None]) -> None:
+        egress = Egress(sender, self._stall_s)
+        error: BaseException = StopAsyncIteration()
+        try:
+            await self._send_all(request, context, egress)
+            egress.close()
+        except BaseException as raised:  # noqa: BLE001 - translated, and handed to the runtime below
+            error = to_runtime(raised)
+        finally:
+            context.close()
+            egress.release()
+            if not end.done():
+                end.set_exception(error)
+
+    async def _send_all(self, request: Wire, context: DynamoContext, egress: Egress) -> None:
+        service = self._service
+        try:
+            decoded = service.decode(request)
+        except DecodeError as error:
+            raise InvalidRequest(str(error)) from None
+        encode = service.encode
+        async with aclosing(service.handle(decoded, context)) as replies:
+            async for reply in replies:
+                await egress.send(encode(reply))
+
+    async def aclose(self) -> None:
+        """Cancel what still runs and wait for it."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=SHUTDOWN_S)
+
+
+class DynamoEndpoint:
+    """See `Endpoint`."""
+
+    def __init__(self, raw: _core.Endpoint, server: _Server) -> None:
+        self._raw = raw
+        self._listed = True
+        self.server = server
+        self.served = asyncio.ensure_future(raw.serve_endpoint(server.handle))
+
+    @property
+    def instance_id(self) -> int:
+        """See `Endpoint.instance_id`."""
+        return self._raw.connection_id()
+
+    async def advertise(self, card: ModelCard) -> None:
+        """See `Endpoint.advertise`."""
+        surfaces = [_SURFACES[surface] for surface in sorted(card.surfaces)]
+        model_type = surfaces[0]
+        for surface in surfaces[1:]:
+            model_type = model_type | surface
+        await _core.register_model(
+            _INPUTS[card.accepts],
+            model_type,
+            self._raw,
+            card.directory,
+            card.name,
+            worker_type=_WORKER_TYPES[card.worker_type],
+            kv_cache_block_size=card.block_size,
+            runtime_config=_runtime_config(card),
+            needs=[[_WORKER_TYPES[name] for name in group] for group in card.needs] or None,
+            skip_model_assets=card.accepts == "text",
+        )
+
+    async def withdraw(self) -> None:
+        """See `Endpoint.withdraw`."""
+        if self._listed:
+            self._listed = False
+            await self._raw.unregister_endpoint_instance()
+
+    async def restore(self) -> None:
+        """See `Endpoint.restore`."""
+        if not self._listed:
+            self._listed = True
+            await self._raw.register_endpoint_instance()
+
+
+class DynamoClient:
+    """See `Client`."""
+
+    def __init__(self, raw: _core.Client) -> None:
+        self._raw = raw
+
+    def instances(self) -> list[int]:
+        """See `Client.instances`."""
+        return self._raw.instance_ids()
+
+    async def ready(self, timeout_s: float) -> list[int]:
+        """See `Client.ready`."""
+        try:
+            return await asyncio.wait_for(self._raw.wait_for_instances(), timeout_s)
+        except TimeoutError:
+            raise PeerLost(f"no instance appeared within {timeout_s:g} s") from None
+
+    async def call(
+        self, request: Wire, instance: int | None = None, parent: Context | None = None
+    ) -> AsyncGenerator[Wire, None]:
+        """See `Client.call`."""
+        context = parent.raw.detached(f"{parent.id}.call") if isinstance(parent, DynamoContext) else _core.Context()
+        if parent is not None:
+            parent.on_cancel(context.stop_generating)
+        try:
+            if instance is None:
+                replies = await self._raw.round_robin(request, annotated=False, context=context)
+            else:
+                replies = await self._raw.direct(request, instance, annotated=False, context=context)
+            async for reply in replies:
+                yield reply
+        except (_core.DynamoException, HttpError, ValueError, RuntimeError) as error:
+            raise from_runtime(error) from error
+        finally:
+            context.stop_generating()
+
+
+class DynamoRuntime:
+    """See `Runtime`. One for each process."""
+
+    def __init__(
+        self,
+        options: RuntimeOptions,
+        system_host: str = "127.0.0.1",
+        system_port: int | None = None,
+        reader_stall_s: float = 60.0,
+    ) -> None:
+        self._options = options
+        self._environment = environment(options, system_host, system_port)
+        self._reader_stall_s = reader_stall_s
+        self._raw: _core.DistributedRuntime | None = None
+        self._endpoints: list[DynamoEndpoint] = []
+        self._renderers: list[Callable[[], str]] = []
+
+    @property
+    def raw(self) -> _core.DistributedRuntime:
+        """The runtime's own object, once started."""
+        if self._raw is None:
+            raise Cancelled("the runtime is not running")
+        return self._raw
+
+    async def start(self) -> None:
+        """See `Runtime.start`."""
+        options = self._options
+        if options.discovery == "file":
+            discovery_directory(options).mkdir(parents=True, exist_ok=True)
+        os.environ.update(self._environment)
+        loop = asyncio.get_running_loop()
+        try:
+            self._raw = _core.DistributedRuntime(loop, options.discovery, options.requests, event_plane=options.events)
+        except Exception as error:
+            raise ConfigError(f"the runtime cannot start: {error}") from error
+
+    async def serve(self, path: str, service: Service[Req, Rep]) -> DynamoEndpoint:
+        """See `Runtime.serve`."""
+        endpoint = DynamoEndpoint(self.raw.endpoint(path), _Server(service, self._reader_stall_s))
+        self._endpoints.append(endpoint)
+        if len(self._endpoints) == 1:
+            metrics = self.raw.endpoint(path).metrics
+            metrics.register_prometheus_expfmt_callback(self._render)
+        return endpoint
+
+    async def client(self, path: str) -> DynamoClient:
+        """See `Runtime.client`."""
+        return DynamoClient(await self.raw.endpoint(path).client())
+
+    def expose(self, route: str, handle: Callable[[Wire], Awaitable[Wire]]) -> None:
+        """See `Runtime.expose`."""
+
+        async def answer(body: Wire) -> Wire:
+            try:
+                return await handle(body)
+            except BatonError as error:
+                raise RuntimeError(error.message) from None
+
+        self.raw.register_engine_route(route, answer)
+
+    def expose_metrics(self, render: Callable[[], str]) -> None:
+        """See `Runtime.expose_metrics`."""
+        self._renderers.append(render)
+
+    def set_ready(self, ready: bool) -> None:
+        """See `Runtime.set_ready`."""
+        self.raw.set_health_status(ready)
+
+    async def shutdown(self) -> None:
+        """See `Runtime.shutdown`."""
+        raw, self._raw = self._raw, None
+        if raw is None:
+            return
+        for endpoint in self._endpoints:
+            await endpoint.server.aclose()
+        raw.shutdown()
+        if self._endpoints:
+            await asyncio.wait([endpoint.served for endpoint in self._endpoints], timeout=SHUTDOWN_S)
+
+    def _render(self) -> str:
+        return "".join(render() for render in self._renderers)
+
+
+def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
+    config = _core.ModelRuntimeConfig()
+    config.context_length = card.context_length
+    config.total_kv_blocks = card.total_blocks
+    config.max_num_seqs = card.max_running
+    config.kv_event_publishing_enabled = card.kv_events
+    if card.handoff_host is not None and card.handoff_port is not None:
+        config.set_disaggregated_endpoint(card.handoff_host, card.handoff_port)
+    return config

@@ -1,0 +1,144 @@
+"""The stream that engines fill and handlers read: it merges whatever its reader has not taken yet.
+
+One writer and one reader, both on the event-loop thread; an engine that computes elsewhere hands its outputs over with
+`loop.call_soon_threadsafe`, once per step.
+"""
+
+import asyncio
+
+from baton.protocol.outputs import Finished, FinishReason, HandoffReady, Logprobs, Output, TokenDelta
+
+
+class OutputStream:
+    """A Stream (see `ports/engine.py`) with its writing side.
+
+    Pending outputs are kept per choice, so a read costs one object for each choice and not one for each step.
+    """
+
+    __slots__ = (
+        "_error",
+        "_finished",
+        "_handoff",
+        "_logprobs",
+        "_loop",
+        "_not_before",
+        "_open",
+        "_timer",
+        "_tokens",
+        "_waiter",
+    )
+
+    def __init__(self, choices: int = 1) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._open = choices
+        self._tokens: dict[int, list[int]] = {}
+        self._logprobs: dict[int, list[Logprobs]] = {}
+        self._finished: list[Finished] = []
+        self._handoff: HandoffReady | None = None
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._not_before = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._open == 0 or self._error is not None
+
+    def push(self, token_ids: list[int], index: int = 0, logprobs: Logprobs | None = None) -> None:
+        """Add new tokens of a choice; the list is the stream's from now on. Ignored after the end."""
+        if self.ended:
+            return
+        pending = self._tokens.get(index)
+        if pending is None:
+            self._tokens[index] = token_ids
+        else:
+            pending += token_ids
+        if logprobs is not None:
+            self._logprobs.setdefault(index, []).append(logprobs)
+        if self._waiter is not None:
+            self._wake_when_due()
+
+    def hand_off(self, params: dict[str, object]) -> None:
+        """Tell that the KV can be claimed."""
+        if not self.ended:
+            self._handoff = HandoffReady(params)
+            self._wake()
+
+    def finish(
+        self,
+        reason: FinishReason,
+        index: int = 0,
+        stop_reason: int | str | None = None,
+        cached_tokens: int | None = None,
+    ) -> None:
+        """End a choice; with the last one the stream ends."""
+        if not self.ended:
+            self._finished.append(Finished(reason, index, stop_reason, cached_tokens))
+            self._open -= 1
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with `error`; the first end wins."""
+        if not self.ended:
+            self._error = error
+            self._wake()
+
+    async def read(self, not_before: float = 0.0) -> list[Output]:
+        """See `Stream.read`."""
+        self._not_before = not_before
+        while not self._may_return():
+            await self._wait()
+        if outputs := self._take():
+            return outputs
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def _may_return(self) -> bool:
+        if self.ended or self._handoff is not None or self._finished:
+            return True
+        return bool(self._tokens) and self._loop.time() >= self._not_before
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        if self._tokens:
+            self._wake_when_due()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _wake_when_due(self) -> None:
+        if self._timer is None:
+            if self._loop.time() >= self._not_before:
+                self._wake()
+            else:
+                self._timer = self._loop.call_at(self._not_before, self._wake)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _take(self) -> list[Output]:
+        outputs: list[Output] = []
+        if self._handoff is not None:
+            outputs.append(self._handoff)
+            self._handoff = None
+        if self._tokens:
+            tokens, self._tokens = self._tokens, {}
+            outputs += [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
+        if self._finished:
+            outputs += self._finished
+            self._finished = []
+        return outputs
+
+    def _joined_logprobs(self, index: int) -> Logprobs | None:
+        parts = self._logprobs.pop(index, None)
+        if not parts:
+            return None
+        chosen = tuple(value for part in parts for value in part.chosen)
+        return Logprobs(chosen, tuple(position for part in parts for position in part.top))

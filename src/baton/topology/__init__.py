@@ -1,0 +1,1 @@
+"""Processes: what `baton serve` starts, watches, restarts and stops."""

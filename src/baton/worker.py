@@ -1,0 +1,244 @@
+"""The worker process: build, start, register, serve, drain, stop. The only place that may end the process."""
+
+import asyncio
+import cProfile
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from baton.config import Settings
+from baton.engines.echo import EchoEngine
+from baton.engines.echo.engine import MODEL_DIR
+from baton.errors import BatonError, ConfigError, Draining, EngineDead
+from baton.handlers._call import Desk, Limits
+from baton.handlers._gate import Gate
+from baton.handlers.aggregated import AggregatedHandler
+from baton.handlers.text import TextHandler
+from baton.health.canary import Canary, try_probe
+from baton.health.watchdog import watch
+from baton.models.directory import resolve_model
+from baton.models.tokenizer import HubTokenizer
+from baton.notify import beat, notify
+from baton.ports.engine import Engine, EngineInfo
+from baton.ports.runtime import Endpoint, ModelCard, Runtime, Service
+from baton.protocol.codec import decode_request, encode_chunk
+from baton.protocol.events import LoadSnapshot
+from baton.protocol.requests import GenerateRequest, StopConditions
+from baton.protocol.text import decode_text, encode_text
+from baton.publish.metrics import WorkerMetrics
+from baton.runtimes.dynamo.runtime import DynamoRuntime
+from baton.signals import stop_on_signals
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED = 75  # EX_TEMPFAIL: start me again
+LAST_WORDS_S = 5.0
+
+
+def _echo(settings: Settings) -> Engine:
+    directory = resolve_model(settings.model) if settings.model else MODEL_DIR
+    return EchoEngine(settings.echo, directory, settings.name or (directory.name if settings.model else "echo"))
+
+
+ENGINES: dict[str, Callable[[Settings], Engine]] = {"echo": _echo}
+
+
+def build_engine(settings: Settings) -> Engine:
+    """Return the engine that `settings` name. Raises ConfigError."""
+    if settings.engine not in ENGINES:
+        raise ConfigError(f"unknown engine {settings.engine!r}; choose one of: {', '.join(sorted(ENGINES))}")
+    return ENGINES[settings.engine](settings)
+
+
+def run_worker(settings: Settings) -> int:
+    """Run one worker until it is told to stop; return its exit code."""
+    import uvloop
+
+    return uvloop.run(_main(settings))
+
+
+async def _main(settings: Settings) -> int:
+    stop = stop_on_signals()
+    port = settings.system_port or _free_port(settings.system_host)
+    runtime = DynamoRuntime(settings.runtime, settings.system_host, port, settings.reader_stall_s)
+    worker = Worker(settings, build_engine(settings), runtime)
+    profile = cProfile.Profile() if settings.profile_dir else None
+    if profile is not None:
+        profile.enable()
+    try:
+        await worker.run(stop, lambda: notify(f"READY=1\nSTATUS=health on {settings.system_host}:{port}"))
+    except ConfigError:
+        raise
+    except BatonError as error:
+        log.critical("%s: %s", error.code, error.message)
+        return EXIT_FAILED
+    finally:
+        if profile is not None:
+            profile.disable()
+            profile.dump_stats(Path(settings.profile_dir) / f"worker-{os.getpid()}.pstats")
+    return 0
+
+
+class Worker:
+    """One engine, one role, one runtime, from start to stop."""
+
+    def __init__(self, settings: Settings, engine: Engine, runtime: Runtime) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._runtime = runtime
+        self._metrics = WorkerMetrics(settings.role)
+        self.gate = Gate(settings.max_in_flight)
+        self._limits = Limits(
+            deadline_s=settings.deadline_s, abort_s=settings.abort_s, flush_s=settings.flush_ms / 1000
+        )
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._metrics.in_flight.set_function(lambda: self.gate.in_flight)
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        """Serve until `stop` is set, then drain. Raises ConfigError, or the scope-"worker" error that ended it."""
+        try:
+            async with asyncio.timeout(self._settings.start_s):
+                info = await self._engine.start()
+                await self._runtime.start()
+                endpoint = await self._open(info)
+            log.info(
+                "serving %s as %s on the %s engine",
+                info.model_name,
+                self._settings.role,
+                self._settings.engine,
+            )
+            on_ready()
+            await self._serve(endpoint, info, stop)
+        except TimeoutError:
+            raise EngineDead(f"the start took longer than {self._settings.start_s:g} s") from None
+        finally:
+            await self._runtime.shutdown()
+            await self._engine.stop()
+
+    async def _open(self, info: EngineInfo) -> Endpoint:
+        """Serve the endpoint, see that the role works, and only then be found."""
+        self._runtime.expose_metrics(self._metrics.render)
+        self._runtime.expose("live", self._answer_live)
+        endpoint = await self._runtime.serve(f"{self._settings.namespace}.worker.generate", self._service(info))
+        problem = await try_probe(lambda: self._probe(info), self._settings.canary_timeout_s)
+        if problem is not None:
+            raise EngineDead(f"the first probe failed: {problem}")
+        await endpoint.advertise(self._card(info))
+        self._set_healthy(True)
+        return endpoint
+
+    def _service(self, info: EngineInfo) -> Service[Any, Any]:
+        desk = Desk(self.gate, self._limits, self._metrics, self._settings.role, self._fail)
+        if self._settings.accepts == "tokens":
+            return Service(AggregatedHandler(self._engine, info, desk).generate, decode_request, encode_chunk)
+        text = TextHandler(self._engine, info, desk, HubTokenizer(Path(info.model_dir)))
+        return Service(text.generate, decode_text, encode_text)
+
+    async def _probe(self, info: EngineInfo) -> None:
+        """Make one token the way a client's request would; through a gate of its own, so that it is never refused."""
+        desk = Desk(Gate(1), self._limits, self._metrics, "canary", self._fail)
+        handler = AggregatedHandler(self._engine, info, desk)
+        request = GenerateRequest(token_ids=(1,), stop=StopConditions(max_tokens=1, ignore_eos=True))
+        async with aclosing(handler.generate(request, _ProbeContext())) as chunks:
+            async for _ in chunks:
+                pass
+
+    async def _serve(self, endpoint: Endpoint, info: EngineInfo, stop: asyncio.Event) -> None:
+        """Serve until told to stop or until something fails that a restart must mend."""
+
+        async def on_change(healthy: bool, problem: str) -> None:
+            self._set_healthy(healthy)
+            await (endpoint.restore() if healthy else endpoint.withdraw())
+
+        canary = Canary(
+            lambda: self._probe(info),
+            lambda: self.gate.in_flight > 0,
+            on_change,
+            self._settings.canary_s,
+            self._settings.canary_timeout_s,
+        )
+        guards = [
+            asyncio.create_task(watch(self._engine, self._settings.stall_s), name="watchdog"),
+            asyncio.create_task(canary.run(), name="canary"),
+            asyncio.create_task(self._read_engine(), name="readings"),
+            asyncio.create_task(beat(stop.set), name="heartbeat"),
+        ]
+        for guard in guards:
+            guard.add_done_callback(self._on_guard_done)
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        reasons: list[asyncio.Future[Any]] = [stopping, self._fatal]
+        try:
+            await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*guards, stopping):
+                task.cancel()
+            await asyncio.wait([*guards, stopping])
+        if self._fatal.done():
+            await self._leave(endpoint, 0.0, self._fatal.exception())
+            self._fatal.result()
+        await self._leave(endpoint, self._settings.drain_s, None)
+
+    async def _leave(self, endpoint: Endpoint, drain_s: float, error: BaseException | None) -> None:
+        """Leave discovery, let requests finish for `drain_s`, fail the rest so that they move elsewhere."""
+        self.gate.drain()
+        self._set_healthy(False)
+        try:
+            await asyncio.wait_for(endpoint.withdraw(), LAST_WORDS_S)
+        except Exception as problem:  # noqa: BLE001 - we leave all the same, and discovery will notice
+            log.warning("could not leave discovery: %s", problem)
+        log.info("draining %d requests for up to %g s", self.gate.in_flight, drain_s)
+        if not await self.gate.idle(drain_s):
+            self.gate.fire_all(error if isinstance(error, BatonError) else Draining("this worker is shutting down"))
+            await self.gate.idle(self._settings.abort_s + 1)
+
+    async def _read_engine(self) -> None:
+        async with aclosing(self._engine.readings()) as readings:
+            async for reading in readings:
+                if isinstance(reading, LoadSnapshot):
+                    self._metrics.load(reading)
+
+    async def _answer_live(self, _: dict[str, object]) -> dict[str, object]:
+        return {"state": self.gate.state.value, "in_flight": self.gate.in_flight}
+
+    def _set_healthy(self, healthy: bool) -> None:
+        self._metrics.healthy.set(healthy)
+        self._runtime.set_ready(healthy)
+
+    def _fail(self, error: BatonError) -> None:
+        if not self._fatal.done():
+            self._fatal.set_exception(error)
+
+    def _on_guard_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error if isinstance(error, BatonError) else EngineDead(f"{task.get_name()}: {error!r}"))
+
+    def _card(self, info: EngineInfo) -> ModelCard:
+        return ModelCard(
+            name=info.model_name,
+            directory=info.model_dir,
+            accepts=self._settings.accepts,
+            context_length=info.context_length,
+            block_size=info.block_size,
+            total_blocks=info.total_blocks,
+            max_running=info.max_running,
+        )
+
+
+class _ProbeContext:
+    """The canary is its own client, and does not leave."""
+
+    id = "canary"
+    trace_headers: dict[str, str] = {}
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Nothing to call: nobody leaves."""
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
