@@ -1,6 +1,5 @@
 """The `baton` command."""
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import click
 from baton import __version__
 from baton.config import Option, Settings, load, options
 from baton.errors import BatonError, ConfigError
+from baton.logs import start_logging
 from baton.notify import notify
 from baton.runtimes.dynamo.options import environment
 
@@ -91,11 +91,7 @@ def _add(name: str, summary: str, command: Command) -> None:
 def _guarded(command: Command, flags: dict[str, object], file: Path | None) -> int:
     try:
         settings = load(flags, os.environ, file)
-        logging.basicConfig(
-            level=settings.log_level.upper(),
-            format="%(asctime)s %(levelname)s %(name)s %(message)s",
-            stream=sys.stderr,
-        )
+        start_logging(settings.log_level)
         return command(settings)
     except ConfigError as error:
         return _report(error.message, EXIT_CONFIG)

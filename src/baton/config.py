@@ -18,6 +18,7 @@ from baton.errors import ConfigError
 from baton.runtimes.dynamo.options import RuntimeOptions
 
 PREFIX = "BATON_"
+MAX_SYSTEM_PORT = 32767  # the runtime reads it as a 16-bit signed number
 
 Seconds = Annotated[float, Meta(gt=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -57,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     namespace: Annotated[str, Meta(pattern="^[a-z0-9_-]+$", description="group that finds each other")] = "baton"
     system_host: Annotated[str, _about("address of a worker's /health and /metrics", _WORK)] = "127.0.0.1"
     system_port: Annotated[
-        Port,
+        Annotated[int, Meta(ge=0, le=MAX_SYSTEM_PORT)],
         _about("port of /health and /metrics; with several workers counted up; 0 is any free one", _WORK),
     ] = 0
     max_in_flight: Annotated[int, Meta(ge=1), _about("requests a worker accepts at once", _WORK)] = 1024

@@ -3,14 +3,17 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 
 
-def stop_on_signals() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process at once."""
+def stop_on_signals(last_act: Callable[[], None] | None = None) -> asyncio.Event:
+    """Return an event that the first SIGTERM or SIGINT sets; a second one calls `last_act` and ends the process."""
     stop = asyncio.Event()
 
     def on_signal(number: int) -> None:
         if stop.is_set():
+            if last_act is not None:
+                last_act()
             os._exit(128 + number)
         stop.set()
 

@@ -47,7 +47,7 @@ class OutputStream:
 
     def push(self, token_ids: list[int], index: int = 0, logprobs: Logprobs | None = None) -> None:
         """Add new tokens of a choice; the list is the stream's from now on. Ignored after the end."""
-        if self.ended:
+        if self._open == 0 or self._error is not None:
             return
         pending = self._tokens.get(index)
         if pending is None:
@@ -56,7 +56,7 @@ class OutputStream:
             pending += token_ids
         if logprobs is not None:
             self._logprobs.setdefault(index, []).append(logprobs)
-        if self._waiter is not None:
+        if self._waiter is not None and self._timer is None:
             self._wake_when_due()
 
     def hand_off(self, params: dict[str, object]) -> None:
@@ -113,11 +113,10 @@ class OutputStream:
                 self._timer = None
 
     def _wake_when_due(self) -> None:
-        if self._timer is None:
-            if self._loop.time() >= self._not_before:
-                self._wake()
-            else:
-                self._timer = self._loop.call_at(self._not_before, self._wake)
+        if self._loop.time() >= self._not_before:
+            self._wake()
+        else:
+            self._timer = self._loop.call_at(self._not_before, self._wake)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -2,15 +2,17 @@
 
 import asyncio
 import cProfile
+import gc
 import logging
 import os
+import random
 import socket
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from baton.config import Settings
+from baton.config import MAX_SYSTEM_PORT, Settings
 from baton.engines.echo import EchoEngine
 from baton.engines.echo.engine import MODEL_DIR
 from baton.errors import BatonError, ConfigError, Draining, EngineDead
@@ -64,6 +66,7 @@ def run_worker(settings: Settings) -> int:
 async def _main(settings: Settings) -> int:
     stop = stop_on_signals()
     port = settings.system_port or _free_port(settings.system_host)
+    log.info("health and metrics on http://%s:%d", settings.system_host, port)
     runtime = DynamoRuntime(settings.runtime, settings.system_host, port, settings.reader_stall_s)
     worker = Worker(settings, build_engine(settings), runtime)
     profile = cProfile.Profile() if settings.profile_dir else None
@@ -112,6 +115,7 @@ class Worker:
                 self._settings.engine,
             )
             on_ready()
+            gc.freeze()  # what has been loaded stays; the collector need not look at it again
             await self._serve(endpoint, info, stop)
         except TimeoutError:
             raise EngineDead(f"the start took longer than {self._settings.start_s:g} s") from None
@@ -160,6 +164,7 @@ class Worker:
             on_change,
             self._settings.canary_s,
             self._settings.canary_timeout_s,
+            self._settings.stall_s,
         )
         guards = [
             asyncio.create_task(watch(self._engine, self._settings.stall_s), name="watchdog"),
@@ -239,6 +244,12 @@ class _ProbeContext:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a port for the system server, which takes none above 32767."""
+    for port in random.sample(range(10_000, MAX_SYSTEM_PORT), 100):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no free port on {host} for /health and /metrics; give one with --system-port")

@@ -37,8 +37,17 @@ _KEEPERS: tuple[type[msgspec.Struct], ...] = (
     OutputOptions,
     Routing,
 )
-_FIELDS = {cls: {f.encode_name: f for f in msgspec.structs.fields(cls)} for cls in _KEEPERS}
-_KEYS = {cls: frozenset(fields) - {EXTRA_KEY} for cls, fields in _FIELDS.items()}
+_KEYS = {cls: frozenset(f.encode_name for f in msgspec.structs.fields(cls)) - {EXTRA_KEY} for cls in _KEEPERS}
+# Where a struct that keeps extra keys holds another one: (key on the wire, name of the field).
+_INNER: dict[type[msgspec.Struct], tuple[tuple[str, str], ...]] = {
+    GenerateRequest: (
+        ("stop_conditions", "stop"),
+        ("sampling_options", "sampling"),
+        ("output_options", "output"),
+        ("routing", "routing"),
+    ),
+    Sampling: (("guided_decoding", "guided_decoding"),),
+}
 
 
 def decode_request(raw: object) -> GenerateRequest:
@@ -64,15 +73,15 @@ def keep_extra(value: S, raw: Mapping[str, object]) -> S:
     """Return `value` with the keys of `raw` that have no field kept in `extra`, at every level."""
     cls = type(value)
     changes: Wire = {}
-    if unknown := raw.keys() - _KEYS[cls]:
-        changes["extra"] = {key: raw[key] for key in raw if key in unknown}
-    for name, field in _FIELDS[cls].items():
-        inner = getattr(value, field.name)
-        below = raw.get(name)
-        if type(inner) in _FIELDS and isinstance(below, Mapping):
+    if not raw.keys() <= _KEYS[cls]:
+        changes["extra"] = {key: raw[key] for key in raw if key not in _KEYS[cls]}
+    for key, name in _INNER.get(cls, ()):
+        below = raw.get(key)
+        if isinstance(below, Mapping):
+            inner: msgspec.Struct = getattr(value, name)
             kept = keep_extra(inner, below)
             if kept is not inner:
-                changes[field.name] = kept
+                changes[name] = kept
     return msgspec.structs.replace(value, **changes) if changes else value
 
 

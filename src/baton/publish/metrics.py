@@ -45,17 +45,21 @@ class WorkerMetrics:
         self._running = Gauge("baton_engine_running", "Requests the engine runs", registry=self.registry)
         self._waiting = Gauge("baton_engine_waiting", "Requests that wait in the engine", registry=self.registry)
         self._blocks = Gauge("baton_engine_blocks", "KV blocks by use", ["use"], registry=self.registry)
-        for state in TERMINAL:
-            self._requests.labels(role, state.value)
+        self._by_state = {
+            (name, state): self._requests.labels(name, state.value) for name in (role, "canary") for state in TERMINAL
+        }
+        self._prompt, self._cached, self._completion = (
+            self._tokens.labels(kind) for kind in ("prompt", "cached", "completion")
+        )
 
     def finished(self, record: RequestRecord) -> None:
         """See `Observer.finished`."""
-        self._requests.labels(record.role, record.state.value).inc()
+        self._by_state[record.role, record.state].inc()
         if record.error_code is not None:
             self._errors.labels(record.error_code).inc()
-        self._tokens.labels("prompt").inc(record.prompt_tokens)
-        self._tokens.labels("cached").inc(record.cached_tokens)
-        self._tokens.labels("completion").inc(record.completion_tokens)
+        self._prompt.inc(record.prompt_tokens)
+        self._cached.inc(record.cached_tokens)
+        self._completion.inc(record.completion_tokens)
         if record.first_output_s is not None:
             self._first.observe(record.first_output_s)
         self._duration.observe(record.duration_s)

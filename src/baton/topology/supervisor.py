@@ -33,12 +33,12 @@ def run_supervisor(settings: Settings, announce: Callable[[str], None]) -> int:
 
 
 async def _main(settings: Settings, run_dir: Path, announce: Callable[[str], None]) -> int:
-    stop = stop_on_signals()
     refuse_taken_port(settings.host, settings.port)
     if settings.runtime.discovery == "file" and not settings.runtime.directory:
         runtime = msgspec.structs.replace(settings.runtime, directory=str(run_dir / "discovery"))
         settings = msgspec.structs.replace(settings, runtime=runtime)
     supervisor = Supervisor(settings, run_dir)
+    stop = stop_on_signals(supervisor.kill)
     try:
         model = await supervisor.start(stop)
         if model is not None:
@@ -69,7 +69,6 @@ class Supervisor:
         self._workers = [
             process(f"worker-{number}", "worker", self._port_of(number)) for number in range(settings.workers)
         ]
-        self._stopping = False
 
     async def start(self, stop: asyncio.Event) -> str | None:
         """Start everything; return the model's name when it is served, or None if told to stop before.
@@ -96,18 +95,21 @@ class Supervisor:
         try:
             await stop.wait()
         finally:
-            self._stopping = True
             for keeper in keepers:
                 keeper.cancel()
             await asyncio.wait(keepers)
 
     async def stop(self) -> None:
         """Drain the workers, then end the frontend; what does not end in time is killed."""
-        self._stopping = True
         for group in (self._workers, [self._frontend]):
             await asyncio.gather(*(self._end(process) for process in group))
         for process in (self._frontend, *self._workers):
             process.close()
+
+    def kill(self) -> None:
+        """End every process at once, with nothing finished."""
+        for process in (self._frontend, *self._workers):
+            process.send_signal(signal.SIGKILL)
 
     async def _all_ready(self, processes: list[Process]) -> str:
         await asyncio.gather(*(self._ready_or_raise(process) for process in processes))

@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import NamedTuple
 
 from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold
 from baton.engines.echo.options import EchoOptions
@@ -24,8 +25,35 @@ from baton.stream import OutputStream
 VOCABULARY = 258
 MODEL_DIR = Path(__file__).parent / "model"
 LOAD_INTERVAL_S = 0.25
+FLAT_OUT_STEPS = 8  # steps between two turns of the event loop when there is no pace to keep
 
 _FAULT = re.compile(rb"\[\[(fail|stall|die|refuse)(?::(\d+))?\]\]")
+
+
+class _Plan(NamedTuple):
+    """How one choice will go: all is known from the start."""
+
+    length: int
+    reason: FinishReason
+    stop_reason: int | None = None
+
+
+def _plan(work: Work, index: int) -> _Plan:
+    """Return where choice `index` ends: at a stop token, at the end of the prompt, or at the limit."""
+    prompt, size, least = work.token_ids, len(work.token_ids), work.stop.min_tokens or 0
+    asked = work.stop.max_tokens is not None or work.stop.ignore_eos
+    limit = work.max_tokens if asked else min(work.max_tokens, max(size, least))
+    ends = () if work.stop.ignore_eos else work.eos_token_ids
+    stops = {*(work.stop.stop_token_ids or ()), *(work.stop.stop_token_ids_visible or ())}
+    hidden = {*(work.stop.stop_token_ids_hidden or ()), *ends}
+    if not (stops | hidden).isdisjoint(prompt):
+        for position in range(max(least - 1, 0), min(limit, least + size)):
+            token = prompt[(position + index) % size]
+            if token in ends:
+                return _Plan(position + 1, FinishReason.EOS)
+            if token in stops or token in hidden:
+                return _Plan(position + 1, FinishReason.STOP, token)
+    return _Plan(limit, FinishReason.LENGTH if limit == work.max_tokens else FinishReason.EOS)
 
 
 class _Sequence:
@@ -36,6 +64,8 @@ class _Sequence:
         "fault",
         "fault_at",
         "hold",
+        "logprobs",
+        "plans",
         "produced",
         "ready_at",
         "stream",
@@ -46,8 +76,9 @@ class _Sequence:
     def __init__(self, work: Work, stream: OutputStream) -> None:
         self.work = work
         self.stream = stream
-        asked = work.stop.max_tokens is not None or work.stop.ignore_eos
-        self.total = work.max_tokens if asked else min(work.max_tokens, len(work.token_ids))
+        self.logprobs = work.output.logprobs
+        self.plans = [_plan(work, index) for index in range(work.sampling.n or 1)]
+        self.total = max(plan.length for plan in self.plans)
         self.produced = 0
         self.ready_at = 0.0
         self.hold: Hold | None = None
@@ -55,33 +86,31 @@ class _Sequence:
         self.fault: str | None = None
         self.fault_at = 0
 
-    @property
-    def choices(self) -> int:
-        return self.work.sampling.n or 1
-
     def emit(self, count: int) -> bool:
         """Produce the next `count` tokens of every choice; return whether the sequence has ended."""
         prompt, start = self.work.token_ids, self.produced
-        stop = min(start + count, self.total)
-        for index in range(self.choices):
-            tokens = [prompt[(position + index) % len(prompt)] for position in range(start, stop)]
-            self.stream.push(tokens, index, self._logprobs(tokens))
+        size, stop = len(prompt), start + count
+        for index, plan in enumerate(self.plans):
+            if start >= plan.length:
+                continue
+            if count == 1:
+                tokens = [prompt[(start + index) % size]]
+            else:
+                tokens = [prompt[(at + index) % size] for at in range(start, min(stop, plan.length))]
+            logprobs = None if self.logprobs is None else _logprobs(tokens, self.logprobs)
+            self.stream.push(tokens, index, logprobs)
+            if stop >= plan.length:
+                self.stream.finish(plan.reason, index, plan.stop_reason, self.cached_tokens)
         self.produced = stop
-        if stop < self.total:
-            return False
-        reason = FinishReason.LENGTH if self.total == self.work.max_tokens else FinishReason.EOS
-        for index in range(self.choices):
-            self.stream.finish(reason, index, cached_tokens=self.cached_tokens)
-        return True
+        return stop >= self.total
 
-    def _logprobs(self, tokens: list[int]) -> Logprobs | None:
-        asked = self.work.output.logprobs
-        if asked is None:
-            return None
-        top = tuple(
-            tuple(TopLogprob(rank + 1, (token + rank) % 256, -float(rank)) for rank in range(asked)) for token in tokens
-        )
-        return Logprobs((0.0,) * len(tokens), top)
+
+def _logprobs(tokens: list[int], asked: int) -> Logprobs:
+    """Return log-probabilities of an engine that is certain: 0 for the token it says, less for the ones after it."""
+    top = tuple(
+        tuple(TopLogprob(rank + 1, (token + rank) % 256, -float(rank)) for rank in range(asked)) for token in tokens
+    )
+    return Logprobs((0.0,) * len(tokens), top)
 
 
 class EchoEngine:
@@ -97,6 +126,7 @@ class EchoEngine:
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[RequestId, _Sequence] = {}
         self._steps = 0
+        self._steps_left = 0
         self._work = asyncio.Event()
         self._stuck = asyncio.Event()
         self._dead: BatonError | None = None
@@ -205,7 +235,10 @@ class EchoEngine:
                 previous += due * self._pace_s
             else:
                 due = 1
-                await asyncio.sleep(0)
+                self._steps_left -= 1
+                if self._steps_left <= 0:
+                    self._steps_left = FLAT_OUT_STEPS
+                    await asyncio.sleep(0)
             await self._step(due, loop.time())
 
     def _admit(self, now: float) -> None:

@@ -4,7 +4,7 @@ raised at the worker                             the frontend
 InvalidArgument                                  answers 400 with the message
 Disconnected                                     sends the request to another worker, then 503
 EngineShutdown                                   the same, and leaves this worker alone for some seconds
-HttpError(n)                                     answers n
+HttpError(n)                                     answers n; with 408 and 504 it leaves this worker alone too
 Cancelled / Unknown                              answers 499 / 500
 """
 
@@ -36,7 +36,8 @@ _OUTWARD: dict[type[BatonError], Callable[[str], Exception]] = {
     InvalidRequest: _core.InvalidArgument,
     Cancelled: _core.Cancelled,
     ReaderStalled: _core.Cancelled,
-    DeadlineExceeded: lambda message: HttpError(504, message),
+    # Not 504 or 408: the frontend would send this worker nothing at all for 5 s.
+    DeadlineExceeded: lambda message: HttpError(503, message),
     Overloaded: _core.Disconnected,
     Paused: _core.Disconnected,
     PeerLost: _core.Disconnected,

@@ -64,20 +64,32 @@ class _Server:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def handle(self, request: Wire, context: _core.Context, response_sender: Sender | None = None) -> _Answer:
-        """Called by the runtime, in the event-loop thread, for every request."""
-        assert response_sender is not None
+    def handle(self, request: Wire, context: _core.Context, response_sender: Sender) -> _Answer:
+        """Called by the runtime for every request, in a thread of its own: the work begins in the event loop."""
         end: asyncio.Future[None] = self._loop.create_future()
-        task = self._loop.create_task(self._answer(request, DynamoContext(context), response_sender, end))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._loop.call_soon_threadsafe(self._start, request, DynamoContext(context), response_sender, end)
         return _Answer(end)
 
-    async def _answer(self, request: Wire, context: DynamoContext, sender: Sender, end: asyncio.Future[None]) -> None:
+    def _start(self, request: Wire, context: DynamoContext, sender: Sender, end: asyncio.Future[None]) -> None:
+        try:
+            decoded = self._service.decode(request)
+        except DecodeError as error:
+            end.set_exception(to_runtime(InvalidRequest(str(error))))
+        except Exception as error:  # noqa: BLE001 - translated, and handed to the runtime
+            end.set_exception(to_runtime(error))
+        else:
+            task = self._loop.create_task(self._answer(decoded, context, sender, end))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, request: object, context: DynamoContext, sender: Sender, end: asyncio.Future[None]) -> None:
         egress = Egress(sender, self._stall_s)
+        encode = self._service.encode
         error: BaseException = StopAsyncIteration()
         try:
-            await self._send_all(request, context, egress)
+            async with aclosing(self._service.handle(request, context)) as replies:
+                async for reply in replies:
+                    await egress.send(encode(reply))
             egress.close()
         except BaseException as raised:  # noqa: BLE001 - translated, and handed to the runtime below
             error = to_runtime(raised)
@@ -86,17 +98,6 @@ class _Server:
             egress.release()
             if not end.done():
                 end.set_exception(error)
-
-    async def _send_all(self, request: Wire, context: DynamoContext, egress: Egress) -> None:
-        service = self._service
-        try:
-            decoded = service.decode(request)
-        except DecodeError as error:
-            raise InvalidRequest(str(error)) from None
-        encode = service.encode
-        async with aclosing(service.handle(decoded, context)) as replies:
-            async for reply in replies:
-                await egress.send(encode(reply))
 
     async def aclose(self) -> None:
         """Cancel what still runs and wait for it."""

@@ -1,0 +1,52 @@
+"""Logs to standard error, many lines in one write: under load a write for each request costs more than its log line."""
+
+import atexit
+import logging
+import sys
+import threading
+import time
+
+FLUSH_S = 0.1
+FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+class BatchedHandler(logging.Handler):
+    """Holds lines back for at most `FLUSH_S`; a warning or worse goes out at once, with all that came before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[str] = []
+        self._due = threading.Event()
+        threading.Thread(target=self._flush_often, name="baton-logs", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record in."""
+        self._lines.append(self.format(record))
+        if record.levelno >= logging.WARNING:
+            self.flush()
+        elif not self._due.is_set():
+            self._due.set()
+
+    def flush(self) -> None:
+        """Write what there is."""
+        with self.lock or threading.RLock():
+            lines, self._lines = self._lines, []
+            if lines:
+                sys.stderr.write("\n".join(lines) + "\n")
+                sys.stderr.flush()
+
+    def _flush_often(self) -> None:
+        while self._due.wait():
+            time.sleep(FLUSH_S)
+            self._due.clear()
+            self.flush()
+
+
+def start_logging(level: str) -> None:
+    """Send the logs of this process to standard error from now on."""
+    handler = BatchedHandler()
+    handler.setFormatter(logging.Formatter(FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    # Facts about threads and processes cost time for every line and are in none of them.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    atexit.register(handler.flush)
