@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from baton.errors import InvalidRequest, Unsupported
 from baton.handlers._call import Call, Desk
@@ -68,14 +69,20 @@ class _Answer:
     """The text of every choice so far."""
 
     def __init__(self, request: TextRequest, context: Context, tokenizer: Tokenizer, choices: int) -> None:
-        self._chat = request.messages is not None
-        self._id = ("chatcmpl-" if self._chat else "cmpl-") + context.id
-        self._model = request.model
-        self._created = int(time.time())
+        chat = request.messages is not None
+        self._wants_usage = request.wants_usage
+        self._chunk = partial(
+            TextChunk,
+            request_id=("chatcmpl-" if chat else "cmpl-") + context.id,
+            model=request.model,
+            created=int(time.time()),
+            chat=chat,
+        )
         self._decoders = [tokenizer.decoder() for _ in range(choices)]
         self._stops = [StopMatcher(request.stops) for _ in range(choices)]
         self._open = set(range(choices))
         self._begun: set[int] = set()
+        self._tokens = 0
 
     @property
     def complete(self) -> bool:
@@ -83,11 +90,11 @@ class _Answer:
         return not self._open
 
     def push(self, chunk: Chunk, call: Call) -> list[TextChunk]:
-        """Return what there is to show after `chunk`: nothing, or one piece of text."""
+        """Return what there is to show after `chunk`."""
         index, stops = chunk.index, self._stops[chunk.index]
         if index not in self._open:
             return []
-        text = stops.push(self._decoders[index].push(chunk.token_ids))
+        text = self._decode(index, chunk.token_ids)
         reason = FinishReason.STOP if stops.stopped else chunk.finish_reason
         if reason is not None:
             text += stops.flush()
@@ -96,16 +103,19 @@ class _Answer:
             return []
         first = index not in self._begun
         self._begun.add(index)
-        return [
-            TextChunk(
-                request_id=self._id,
-                model=self._model,
-                created=self._created,
-                chat=self._chat,
-                text=text,
-                index=index,
-                first=first,
-                finish_reason=reason,
-                usage=None if self._open else Usage(call.prompt_tokens, call.completion_tokens, call.cached_tokens),
-            )
-        ]
+        chunks = [self._chunk(text=text, index=index, first=first, finish_reason=reason)]
+        if self.complete and self._wants_usage:
+            usage = Usage(call.prompt_tokens, self._tokens, call.cached_tokens)
+            chunks.append(self._chunk(text="", usage=usage))
+        return chunks
+
+    def _decode(self, index: int, token_ids: list[int]) -> str:
+        """Return the text to show for these tokens; those after a stop string are neither shown nor counted."""
+        decoder, stops = self._decoders[index], self._stops[index]
+        text = ""
+        for token in token_ids:
+            text += stops.push(decoder.push((token,)))
+            self._tokens += 1
+            if stops.stopped:
+                break
+        return text

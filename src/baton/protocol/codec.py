@@ -100,7 +100,7 @@ def encode_chunk(chunk: Chunk) -> Wire:
     if chunk.stop_reason is not None:
         wire["stop_reason"] = chunk.stop_reason
     if chunk.usage is not None:
-        wire["completion_usage"] = _encode_usage(chunk.usage)
+        wire["completion_usage"] = encode_usage(chunk.usage)
     if chunk.disaggregated_params is not None:
         wire["disaggregated_params"] = chunk.disaggregated_params
     return wire
@@ -118,7 +118,8 @@ def _encode_logprobs(logprobs: Logprobs, wire: Wire) -> None:
         ]
 
 
-def _encode_usage(usage: Usage) -> Wire:
+def encode_usage(usage: Usage) -> Wire:
+    """Return `usage` in OpenAI's words."""
     cached = usage.cached_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.protocol.codec import DecodeError, Wire, convert
+from baton.protocol.codec import DecodeError, Wire, convert, encode_usage
 from baton.protocol.outputs import FinishReason, Usage
 from baton.protocol.requests import (
     Choices,
@@ -42,6 +42,8 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool | int | None = None
     response_format: dict[str, object] | None = None
     tools: tuple[dict[str, object], ...] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.prompt is None):
@@ -52,6 +54,11 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
         """The stop strings, none of them empty."""
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         return tuple(stop for stop in stops if stop)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the answer ends with its token counts: a stream has them only when asked."""
+        return not self.stream or bool((self.stream_options or {}).get("include_usage"))
 
     def stop_conditions(self) -> StopConditions:
         """Return when the engine stops; stop strings are matched on the text, after it."""
@@ -65,7 +72,7 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of text of one choice."""
+    """A piece of text of one choice, or, with `usage`, the token counts after the last one."""
 
     request_id: str
     model: str
@@ -96,23 +103,23 @@ def decode_text(raw: object) -> TextRequest:
 
 def encode_text(chunk: TextChunk) -> Wire:
     """Return `chunk` as an OpenAI stream object."""
+    wire: Wire = {
+        "id": chunk.request_id,
+        "object": "chat.completion.chunk" if chunk.chat else "text_completion",
+        "created": chunk.created,
+        "model": chunk.model,
+        "choices": [] if chunk.usage is not None else [_encode_choice(chunk)],
+    }
+    if chunk.usage is not None:
+        wire["usage"] = encode_usage(chunk.usage)
+    return wire
+
+
+def _encode_choice(chunk: TextChunk) -> Wire:
     reason = _OPENAI_REASON[chunk.finish_reason] if chunk.finish_reason is not None else None
     choice: Wire = {"index": chunk.index, "finish_reason": reason, "logprobs": None}
     if chunk.chat:
         choice["delta"] = {"role": "assistant", "content": chunk.text} if chunk.first else {"content": chunk.text}
     else:
         choice["text"] = chunk.text
-    wire: Wire = {
-        "id": chunk.request_id,
-        "object": "chat.completion.chunk" if chunk.chat else "text_completion",
-        "created": chunk.created,
-        "model": chunk.model,
-        "choices": [choice],
-    }
-    if chunk.usage is not None:
-        wire["usage"] = {
-            "prompt_tokens": chunk.usage.prompt_tokens,
-            "completion_tokens": chunk.usage.completion_tokens,
-            "total_tokens": chunk.usage.prompt_tokens + chunk.usage.completion_tokens,
-        }
-    return wire
+    return choice

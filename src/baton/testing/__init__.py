@@ -1,1 +1,26 @@
-"""Contract suites and fakes, shipped so that authors of engines and runtimes can prove their own."""
+"""Contract suites and fakes, shipped so that authors of engines and runtimes can prove their own. Needs pytest.
+
+`docs/writing-an-engine.md` shows how an engine author uses them.
+"""
+
+import pytest
+
+# Before the suites are imported, so that a failed assertion shows its values.
+pytest.register_assert_rewrite("baton.testing.engine_contract", "baton.testing.runtime_contract")
+
+from baton.testing.bounded import eventually, measure_lag, run_bounded  # noqa: E402
+from baton.testing.engine_contract import EngineContract  # noqa: E402
+from baton.testing.fakes import RecordingObserver, Script, ScriptedEngine, running  # noqa: E402
+from baton.testing.runtime_contract import RuntimeContract  # noqa: E402
+
+__all__ = [
+    "EngineContract",
+    "RecordingObserver",
+    "RuntimeContract",
+    "Script",
+    "ScriptedEngine",
+    "eventually",
+    "measure_lag",
+    "run_bounded",
+    "running",
+]
