@@ -148,8 +148,8 @@ def to_environment(settings: Settings) -> dict[str, str]:
         value: object = settings
         for name in option.path:
             value = getattr(value, name)
-        if value != option.default:
-            values[option.variable] = str(value).lower() if isinstance(value, bool) else str(value)
+        # Defaults too: the other process may inherit a variable that says otherwise.
+        values[option.variable] = str(value).lower() if isinstance(value, bool) else str(value)
     return values
 
 
@@ -206,8 +206,10 @@ def _merge(tree: Tree, content: Tree, source: str) -> None:
     known = {option.key for option in options()}
     sections = {option.path[0] for option in options() if len(option.path) > 1}
     for key, value in content.items():
-        if key in sections and isinstance(value, dict):
-            for inner, inner_value in value.items():
+        if key in sections:
+            if not isinstance(value, dict | None):
+                raise ConfigError(f"{key} in {source} must hold a mapping of settings")
+            for inner, inner_value in (value or {}).items():
                 if f"{key}.{inner}" not in known:
                     raise ConfigError(f"unknown setting {key}.{inner} in {source}")
                 _put(tree, (key, str(inner)), inner_value)

@@ -52,7 +52,7 @@ class DeadlineExceeded(BatonError):
     """The request ran longer than its deadline."""
 
     code = "deadline_exceeded"
-    status = 504
+    status = 503
 
 
 class ReaderStalled(BatonError):

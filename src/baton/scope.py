@@ -50,7 +50,6 @@ class CancelScope:
 
     async def wait(self, awaitable: Awaitable[T]) -> T:
         """Await `awaitable` within the scope: when the scope fires it is cancelled and the reason raised."""
-        self.check()
         task = asyncio.ensure_future(awaitable)
 
         def cancel(_: BatonError) -> None:
@@ -60,9 +59,10 @@ class CancelScope:
         try:
             return await task
         except asyncio.CancelledError:
-            if not task.done():
-                task.cancel()
-            self.check()
+            task.cancel()
+            current = asyncio.current_task()
+            if current is None or not current.cancelling():
+                self.check()
             raise
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,9 @@ async def _main(settings: Settings) -> int:
     stop = stop_on_signals()
     port = settings.system_port or _free_port(settings.system_host)
     log.info("health and metrics on http://%s:%d", settings.system_host, port)
-    runtime = DynamoRuntime(settings.runtime, settings.system_host, port, settings.reader_stall_s)
+    runtime = DynamoRuntime(
+        settings.runtime, settings.system_host, port, settings.reader_stall_s, leave_s=settings.abort_s + 1
+    )
     worker = Worker(settings, build_engine(settings), runtime)
     profile = cProfile.Profile() if settings.profile_dir else None
     if profile is not None:
@@ -103,6 +105,7 @@ class Worker:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until `stop` is set, then drain. Raises ConfigError, or the scope-"worker" error that ended it."""
+        beating = asyncio.create_task(beat(stop.set), name="heartbeat")
         try:
             async with asyncio.timeout(self._settings.start_s):
                 info = await self._engine.start()
@@ -122,6 +125,7 @@ class Worker:
         finally:
             await self._runtime.shutdown()
             await self._engine.stop()
+            await _cancel([beating])
 
     async def _open(self, info: EngineInfo) -> Endpoint:
         """Serve the endpoint, see that the role works, and only then be found."""
@@ -152,7 +156,7 @@ class Worker:
                 pass
 
     async def _serve(self, endpoint: Endpoint, info: EngineInfo, stop: asyncio.Event) -> None:
-        """Serve until told to stop or until something fails that a restart must mend."""
+        """Serve until told to stop or until something fails that a restart must mend, then leave."""
 
         async def on_change(healthy: bool, problem: str) -> None:
             self._set_healthy(healthy)
@@ -166,39 +170,53 @@ class Worker:
             self._settings.canary_timeout_s,
             self._settings.stall_s,
         )
-        guards = [
-            asyncio.create_task(watch(self._engine, self._settings.stall_s), name="watchdog"),
-            asyncio.create_task(canary.run(), name="canary"),
-            asyncio.create_task(self._read_engine(), name="readings"),
-            asyncio.create_task(beat(stop.set), name="heartbeat"),
-        ]
-        for guard in guards:
-            guard.add_done_callback(self._on_guard_done)
+        probing = self._guard("canary", canary.run())
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        reasons: list[asyncio.Future[Any]] = [stopping, self._fatal]
+        guards = [
+            probing,
+            stopping,
+            self._guard("watchdog", watch(self._engine, self._settings.stall_s)),
+            self._guard("readings", self._read_engine()),
+        ]
         try:
-            await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
+            await self._first_of(stopping)
+            probing.cancel()  # it must not bring a worker back that is leaving
+            await self._leave(endpoint)
         finally:
-            for task in (*guards, stopping):
-                task.cancel()
-            await asyncio.wait([*guards, stopping])
+            await _cancel(guards)
         if self._fatal.done():
-            await self._leave(endpoint, 0.0, self._fatal.exception())
             self._fatal.result()
-        await self._leave(endpoint, self._settings.drain_s, None)
 
-    async def _leave(self, endpoint: Endpoint, drain_s: float, error: BaseException | None) -> None:
-        """Leave discovery, let requests finish for `drain_s`, fail the rest so that they move elsewhere."""
+    async def _leave(self, endpoint: Endpoint) -> None:
+        """Leave discovery, let requests finish for `drain_s`, fail the rest so that they move elsewhere.
+
+        A failure, before or meanwhile, cuts it short.
+        """
         self.gate.drain()
         self._set_healthy(False)
         try:
             await asyncio.wait_for(endpoint.withdraw(), LAST_WORDS_S)
         except Exception as problem:  # noqa: BLE001 - we leave all the same, and discovery will notice
             log.warning("could not leave discovery: %s", problem)
-        log.info("draining %d requests for up to %g s", self.gate.in_flight, drain_s)
-        if not await self.gate.idle(drain_s):
+        log.info("draining %d requests for up to %g s", self.gate.in_flight, self._settings.drain_s)
+        idle = asyncio.create_task(self.gate.idle(self._settings.drain_s))
+        await self._first_of(idle)
+        await _cancel([idle])
+        if self.gate.in_flight:
+            error = self._fatal.exception() if self._fatal.done() else None
             self.gate.fire_all(error if isinstance(error, BatonError) else Draining("this worker is shutting down"))
             await self.gate.idle(self._settings.abort_s + 1)
+
+    async def _first_of(self, task: asyncio.Task[bool]) -> None:
+        """Wait for `task`, or for a failure that ends the worker."""
+        reasons: list[asyncio.Future[Any]] = [task, self._fatal]
+        await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
+
+    def _guard(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
+        """Run `work` beside the requests; its failure is the worker's."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._on_guard_done)
+        return task
 
     async def _read_engine(self) -> None:
         async with aclosing(self._engine.readings()) as readings:
@@ -231,6 +249,12 @@ class Worker:
             total_blocks=info.total_blocks,
             max_running=info.max_running,
         )
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 class _ProbeContext:

@@ -68,6 +68,8 @@ class Gate:
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until nobody is inside; return False if that takes longer than `timeout_s`."""
+        if not self._scopes:
+            return True
         try:
             await asyncio.wait_for(self._empty.wait(), timeout_s)
         except TimeoutError:

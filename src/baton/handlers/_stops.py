@@ -17,11 +17,12 @@ class StopMatcher:
         if not self._stops:
             return text
         text = self._held + text
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
             self.stopped = True
             self._held = ""
-            return text[: min(found)]
+            _, place = min(found)  # the first to be complete, as if the text had come letter by letter
+            return text[:place]
         keep = self._possible_beginning(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

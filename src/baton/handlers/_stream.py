@@ -23,9 +23,9 @@ async def relay(engine: Engine, work: Work, call: Call, limits: Limits) -> Async
     has answered or run out of `abort_s`.
     """
     call.scope.check()
-    call.lifecycle.advance(State.SUBMITTED)
     open_choices = work.sampling.n or 1
     stream = engine.submit(work)
+    call.lifecycle.advance(State.SUBMITTED)
     try:
         call.scope.on_fire(stream.fail)
         clock = asyncio.get_running_loop().time
@@ -33,11 +33,11 @@ async def relay(engine: Engine, work: Work, call: Call, limits: Limits) -> Async
         while open_choices:
             outputs = await stream.read(not_before)
             not_before = clock() + limits.flush_s
+            if not outputs:
+                raise EngineFailed("the engine ended the stream without a finish reason")
             if call.first_output_at is None:
                 call.first_output_at = time.perf_counter()
                 call.lifecycle.advance(State.STREAMING)
-            if not outputs:
-                raise EngineFailed("the engine ended the stream without a finish reason")
             open_choices -= sum(type(output) is Finished for output in outputs)
             for chunk in _chunks(outputs, call, last=not open_choices):
                 yield chunk

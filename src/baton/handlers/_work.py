@@ -65,6 +65,8 @@ def _unsupported(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
             yield f"guided_decoding.{kind}: this engine cannot guide its output by {kind}"
     if request.routing is not None and request.routing.lora_name and not can.lora:
         yield "lora_name: this engine has no LoRA adapters"
+    if request.routing is not None and (request.routing.dp_rank or 0) >= can.dp_size:
+        yield f"dp_rank: this engine has {can.dp_size} ranks, and no rank {request.routing.dp_rank}"
     for kind in request.media or ():
         if kind.removesuffix("_url") not in can.modalities:
             yield f"multi_modal_data.{kind}: this engine takes {', '.join(sorted(can.modalities))} only"

@@ -38,8 +38,8 @@ class HubTokenizer:
         special = {key: value for key, value in self._settings.items() if key.endswith("_token")}
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **special)
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(f"messages: {error}") from None
+        except Exception as error:  # a template fails in its own way on messages it does not expect
+            raise InvalidRequest(f"messages: {error}") from error
 
     @staticmethod
     def _compile(template: object) -> jinja2.Template | None:

@@ -9,10 +9,10 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from baton.protocol.extra import EXTRA_KEY, Extra
+from baton.protocol.handoff import Bootstrap, PrefillResult
 from baton.protocol.outputs import Chunk, Logprobs, Usage
 from baton.protocol.requests import (
-    EXTRA_KEY,
-    Extra,
     GenerateRequest,
     GuidedDecoding,
     OutputOptions,
@@ -36,6 +36,8 @@ _KEEPERS: tuple[type[msgspec.Struct], ...] = (
     GuidedDecoding,
     OutputOptions,
     Routing,
+    PrefillResult,
+    Bootstrap,
 )
 _KEYS = {cls: frozenset(f.encode_name for f in msgspec.structs.fields(cls)) - {EXTRA_KEY} for cls in _KEEPERS}
 # Where a struct that keeps extra keys holds another one: (key on the wire, name of the field).
@@ -45,6 +47,8 @@ _INNER: dict[type[msgspec.Struct], tuple[tuple[str, str], ...]] = {
         ("sampling_options", "sampling"),
         ("output_options", "output"),
         ("routing", "routing"),
+        ("prefill_result", "prefill_result"),
+        ("bootstrap_info", "bootstrap"),
     ),
     Sampling: (("guided_decoding", "guided_decoding"),),
 }
@@ -87,7 +91,7 @@ def keep_extra(value: S, raw: Mapping[str, object]) -> S:
 
 def encode_request(request: GenerateRequest) -> Wire:
     """Return the dict that decodes to `request`, for forwarding to another worker."""
-    return _restore(cast(Wire, msgspec.to_builtins(request, builtin_types=(bytes,))))
+    return _restore(cast(Wire, msgspec.to_builtins(request, builtin_types=(bytes,))), request)
 
 
 def encode_chunk(chunk: Chunk) -> Wire:
@@ -135,9 +139,11 @@ def _media_items(items: object) -> object:
     return [{"Url": item} if isinstance(item, str) else item for item in items]
 
 
-def _restore(wire: Wire) -> Wire:
-    extra = cast(Extra, wire.pop(EXTRA_KEY, {}))
-    for key, value in wire.items():
-        if isinstance(value, dict) and EXTRA_KEY in value:
-            wire[key] = _restore(value)
+def _restore(wire: Wire, value: msgspec.Struct) -> Wire:
+    """Put the extra keys of `value` back where they came from, and touch nothing that only looks like them."""
+    extra = cast(Extra, wire.pop(EXTRA_KEY))
+    for key, name in _INNER.get(type(value), ()):
+        inner: msgspec.Struct | None = getattr(value, name)
+        if inner is not None:
+            wire[key] = _restore(cast(Wire, wire[key]), inner)
     return {**wire, **extra}

@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from baton.protocol.extra import Extra, extra_field
+
 ROOM_BITS = 63
 
 Room = Annotated[int, Meta(ge=0, le=2**ROOM_BITS - 1)]
@@ -21,6 +23,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     port: Port = msgspec.field(name="bootstrap_port")
     room: Room = msgspec.field(name="bootstrap_room")
     handoff_id: object = None  # bytes from the frontend, text from elsewhere
+    extra: Extra = extra_field()
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +31,7 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
 
     disaggregated_params: dict[str, object]
     prompt_tokens_details: dict[str, object] | None = None
+    extra: Extra = extra_field()
 
 
 class Produce(msgspec.Struct, frozen=True, kw_only=True, tag="produce"):

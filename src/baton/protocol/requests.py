@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from baton.protocol.extra import Extra, extra_field
 from baton.protocol.handoff import Bootstrap, PrefillResult
 from baton.protocol.media import MediaItem
 
@@ -19,15 +20,6 @@ Choices = Annotated[int, Meta(ge=1, le=128)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-Extra = dict[str, object]
-
-# Never a key on the wire: the codec fills it with the keys that have no field.
-EXTRA_KEY = "<extra>"
-
-
-def _extra() -> Extra:
-    field: Extra = msgspec.field(default_factory=dict, name=EXTRA_KEY)
-    return field
 
 
 class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +33,7 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids_hidden: tuple[TokenId, ...] | None = None
     ignore_eos: bool | None = None
     max_thinking_tokens: Count | None = None
-    extra: Extra = _extra()
+    extra: Extra = extra_field()
 
 
 class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +46,7 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True):
     structural_tag: object = None
     backend: str | None = None
     whitespace_pattern: str | None = None
-    extra: Extra = _extra()
+    extra: Extra = extra_field()
 
     def kinds(self) -> tuple[str, ...]:
         """Return which kinds of shape are asked for."""
@@ -86,7 +78,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     guided_decoding: GuidedDecoding | None = None
     logit_bias: dict[str, float] | None = None
-    extra: Extra = _extra()
+    extra: Extra = extra_field()
 
 
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +89,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     formatted_prompt: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    extra: Extra = _extra()
+    extra: Extra = extra_field()
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +104,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: str | None = None
     cache_namespace: str | None = None
     priority: int | None = None
-    extra: Extra = _extra()
+    extra: Extra = extra_field()
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +122,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap: Bootstrap | None = msgspec.field(default=None, name="bootstrap_info")
     media: dict[str, tuple[MediaItem, ...]] | None = msgspec.field(default=None, name="multi_modal_data")
     extra_args: dict[str, object] | None = None
-    extra: Extra = _extra()
+    extra: Extra = extra_field()
 
     @property
     def choices(self) -> int:

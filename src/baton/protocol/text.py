@@ -39,6 +39,7 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
     seed: int | None = None
+    logit_bias: dict[str, float] | None = None
     logprobs: bool | int | None = None
     response_format: dict[str, object] | None = None
     tools: tuple[dict[str, object], ...] | None = None

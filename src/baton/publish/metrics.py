@@ -57,12 +57,13 @@ class WorkerMetrics:
         self._by_state[record.role, record.state].inc()
         if record.error_code is not None:
             self._errors.labels(record.error_code).inc()
-        self._prompt.inc(record.prompt_tokens)
-        self._cached.inc(record.cached_tokens)
-        self._completion.inc(record.completion_tokens)
-        if record.first_output_s is not None:
-            self._first.observe(record.first_output_s)
-        self._duration.observe(record.duration_s)
+        if record.role != "canary":  # tokens and times are those of clients
+            self._prompt.inc(record.prompt_tokens)
+            self._cached.inc(record.cached_tokens)
+            self._completion.inc(record.completion_tokens)
+            if record.first_output_s is not None:
+                self._first.observe(record.first_output_s)
+            self._duration.observe(record.duration_s)
         log.log(
             logging.DEBUG if record.role == "canary" else logging.INFO,
             "%s %s %s error=%s prompt=%d cached=%d completion=%d duration_ms=%.1f trace=%s",

@@ -2,12 +2,16 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from baton.errors import BatonError, Draining, InvalidRequest, PeerLost
+from baton.errors import BatonError, Cancelled, Draining, EngineFailed, InvalidRequest, PeerLost
 from baton.ports.runtime import Context, ModelCard, Rep, Req, Service, Wire
+from baton.protocol.codec import DecodeError
+
+log = logging.getLogger(__name__)
 
 _ids = itertools.count(1)
 
@@ -54,6 +58,7 @@ class MemoryEndpoint:
         self.service = service
         self.card: ModelCard | None = None
         self.listed = True
+        self.running: set[asyncio.Task[None]] = set()
 
     @property
     def instance_id(self) -> int:
@@ -71,6 +76,55 @@ class MemoryEndpoint:
     async def restore(self) -> None:
         """See `Endpoint.restore`."""
         self.listed = True
+
+    def start(self, request: Wire, context: MemoryContext) -> "MemoryCall":
+        """Begin to answer `request`."""
+        call = MemoryCall(self.service, request, context)
+        self.running.add(call.task)
+        call.task.add_done_callback(self.running.discard)
+        return call
+
+    async def aclose(self) -> None:
+        """Cancel what runs and wait for it."""
+        self.listed = False
+        for task in self.running:
+            task.cancel()
+        if self.running:
+            await asyncio.wait(self.running)
+
+
+class MemoryCall:
+    """One request on its way: the handler runs in a task and its replies wait in a queue."""
+
+    def __init__(self, service: Service[Any, Any], request: Wire, context: MemoryContext) -> None:
+        self._service = service
+        self._request = request
+        self._context = context
+        self.replies: asyncio.Queue[Wire | BatonError | None] = asyncio.Queue()
+        self.task = asyncio.create_task(self._run())
+
+    def leave(self) -> None:
+        """The caller leaves: the handler hears of it first, and is then closed."""
+        self._context.cancel()
+        asyncio.get_running_loop().call_soon(self.task.cancel)
+
+    async def _run(self) -> None:
+        end: BatonError | None = None
+        try:
+            decoded = self._service.decode(self._request)
+            async with aclosing(self._service.handle(decoded, self._context)) as replies:
+                async for reply in replies:
+                    self.replies.put_nowait(self._service.encode(reply))
+        except BatonError as error:
+            end = error
+        except DecodeError as error:
+            end = InvalidRequest(str(error))
+        except asyncio.CancelledError:
+            end = Cancelled("the call was cancelled")
+        except Exception as error:
+            log.error("unexpected error in a handler", exc_info=error)
+            end = EngineFailed("internal error")
+        self.replies.put_nowait(end)
 
 
 class MemoryClient:
@@ -97,22 +151,18 @@ class MemoryClient:
         self, request: Wire, instance: int | None = None, parent: Context | None = None
     ) -> AsyncGenerator[Wire, None]:
         """See `Client.call`."""
-        service = self._choose(instance).service
         context = MemoryContext(trace_headers=parent.trace_headers if parent else None)
+        call = self._choose(instance).start(request, context)
         if parent is not None:
-            parent.on_cancel(context.cancel)
+            parent.on_cancel(call.leave)
         try:
-            decoded = service.decode(request)
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
-        try:
-            async with aclosing(service.handle(decoded, context)) as replies:
-                async for reply in replies:
-                    yield service.encode(reply)
-        except BatonError:
-            raise
+            while (reply := await call.replies.get()) is not None:
+                if isinstance(reply, BatonError):
+                    raise reply
+                yield reply
         finally:
-            context.cancel()
+            if not call.task.done():
+                call.leave()
 
     def _choose(self, instance: int | None) -> MemoryEndpoint:
         listed = [e for e in self._endpoints if e.listed and instance in (None, e.instance_id)]
@@ -163,4 +213,4 @@ class MemoryRuntime:
         self._stopped = True
         for endpoints in self.endpoints.values():
             for endpoint in endpoints:
-                endpoint.listed = False
+                await endpoint.aclose()

@@ -131,7 +131,7 @@ class EchoEngine:
         self._stuck = asyncio.Event()
         self._dead: BatonError | None = None
         self._task: asyncio.Task[None] | None = None
-        self._events: asyncio.Queue[Reading | None] | None = None
+        self._events: asyncio.Queue[Reading | None] = asyncio.Queue()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -182,7 +182,6 @@ class EchoEngine:
 
     async def readings(self) -> AsyncGenerator[Reading, None]:
         """See `Engine.readings`."""
-        self._events = asyncio.Queue()
         last: LoadSnapshot | None = None
         while not (self._dead and self._events.empty()):
             if (load := self._load()) != last:
@@ -204,6 +203,8 @@ class EchoEngine:
 
     def _refuse_impossible(self, sequence: _Sequence) -> None:
         prompt = sequence.work.token_ids
+        if not prompt:
+            raise InvalidRequest("token_ids: the prompt is empty")
         highest = max(prompt)
         if highest >= self._vocabulary:
             raise InvalidRequest(f"token_ids: {highest} is not a token of this model; it has {self._vocabulary}")
@@ -286,15 +287,14 @@ class EchoEngine:
             self._remove(sequence)
             sequence.stream.fail(self._dead)
         self._waiting.clear()
-        if self._events is not None:
-            self._events.put_nowait(None)
+        self._events.put_nowait(None)
 
     def _load(self) -> LoadSnapshot:
         return LoadSnapshot(len(self._running), len(self._waiting), self._ledger.used, self._ledger.total)
 
     def _tell_stored(self, sequence: _Sequence, hold: Hold) -> None:
         self._tell_evicted()
-        if self._events is not None and hold.fresh:
+        if hold.fresh:
             first = hold.cached * BLOCK
             self._events.put_nowait(
                 KvStored(
@@ -307,5 +307,5 @@ class EchoEngine:
 
     def _tell_evicted(self) -> None:
         evicted, self._ledger.evicted = self._ledger.evicted, []
-        if self._events is not None and evicted:
+        if evicted:
             self._events.put_nowait(KvRemoved(tuple(evicted)))

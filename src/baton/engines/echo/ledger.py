@@ -75,7 +75,7 @@ class BlockLedger:
     def give_back(self, hold: Hold) -> None:
         """Release what `take` gave; named blocks nobody else holds are kept for reuse."""
         self._own -= hold.own
-        for name in hold.named:
+        for name in reversed(hold.named):  # what continues a block is kept behind it, and so evicted before it
             self._held[name] -= 1
             if self._held[name] == 0:
                 del self._held[name]

@@ -25,7 +25,8 @@ class DynamoContext:
     def trace_headers(self) -> Mapping[str, str]:
         """See `Context.trace_headers`."""
         if self._headers is None:
-            self._headers = self.raw.trace_headers() or {}
+            # The runtime begins a new trace at each call between workers; ours goes along as metadata, and wins.
+            self._headers = {**(self.raw.trace_headers() or {}), **self.raw.metadata.copy()}
         return self._headers
 
     def on_cancel(self, callback: Callable[[], None]) -> None:

@@ -1,9 +1,9 @@
 """How answers leave: pushed from the event loop, as long as that cannot block.
 
-The runtime queues what is pushed; its queue holds about ten thousand messages of a stream that nobody reads, and then
-`send` blocks the thread that called it. So the first messages of a stream are pushed from the event loop, which is
-cheap, and every later one from a thread of the stream's own: a stalled reader then holds up that thread alone, while
-its tokens merge in the engine's stream.
+The runtime queues what is pushed. Of a stream that nobody reads it holds some three hundred messages, and what the
+sockets' buffers take on top; then `send` blocks the thread that called it. So what surely fits is pushed from the event
+loop, which is cheap, and everything after it from a thread of the stream's own: a stalled reader then holds up that
+thread alone, while its tokens merge in the engine's stream.
 """
 
 import asyncio
@@ -11,10 +11,13 @@ import queue
 import threading
 from typing import Protocol
 
+import msgspec
+
 from baton.errors import Cancelled, ReaderStalled
 from baton.ports.runtime import Wire
 
-INLINE_MESSAGES = 4096
+INLINE_MESSAGES = 256
+INLINE_BYTES = 65_536
 
 
 class Sender(Protocol):
@@ -30,18 +33,18 @@ class Sender(Protocol):
 class Egress:
     """The way out of one stream. Used by one task."""
 
-    __slots__ = ("_sender", "_sent", "_stall_s", "_thread")
+    __slots__ = ("_bytes", "_sender", "_sent", "_stall_s", "_thread")
 
     def __init__(self, sender: Sender, stall_s: float) -> None:
         self._sender = sender
         self._sent = 0
+        self._bytes = 0
         self._stall_s = stall_s
         self._thread: _SenderThread | None = None
 
     async def send(self, message: Wire) -> None:
         """Send `message`. Raises Cancelled when the caller has left, ReaderStalled when it does not read."""
-        if self._sent < INLINE_MESSAGES:
-            self._sent += 1
+        if self._fits(message):
             try:
                 self._sender.send(message)
             except RuntimeError:
@@ -50,9 +53,19 @@ class Egress:
         if self._thread is None:
             self._thread = _SenderThread(self._sender)
         try:
-            await asyncio.wait_for(self._thread.send(message), self._stall_s)
+            async with asyncio.timeout(self._stall_s):
+                await self._thread.send(message)
         except TimeoutError:
             raise ReaderStalled(f"the client has not read for {self._stall_s:g} s") from None
+
+    def _fits(self, message: Wire) -> bool:
+        """Whether the runtime takes `message` without blocking even if nothing of this stream has been read."""
+        if self._sent < INLINE_MESSAGES:
+            self._sent += 1
+            return True
+        if self._bytes < INLINE_BYTES:
+            self._bytes += len(msgspec.msgpack.encode(message))
+        return self._bytes < INLINE_BYTES
 
     def close(self) -> None:
         """End the stream well."""
@@ -89,6 +102,8 @@ class _SenderThread:
                 self._sender.send(message)
             except RuntimeError:
                 error = Cancelled("the client left")
+            except Exception as raised:  # noqa: BLE001 - raised where the message was sent
+                error = raised
             try:
                 self._loop.call_soon_threadsafe(_settle, done, error)
             except RuntimeError:  # the loop has closed: nobody waits for the answer

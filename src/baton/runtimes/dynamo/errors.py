@@ -1,16 +1,20 @@
 """Our errors in the runtime's words and back, by table. The runtime's words decide status, migration and routing.
 
-raised at the worker                             the frontend
-InvalidArgument                                  answers 400 with the message
-Disconnected                                     sends the request to another worker, then 503
-EngineShutdown                                   the same, and leaves this worker alone for some seconds
-HttpError(n)                                     answers n; with 408 and 504 it leaves this worker alone too
-Cancelled / Unknown                              answers 499 / 500
+    raised at the worker        the frontend
+    InvalidArgument             answers 400 with the message
+    Disconnected                sends the request to another worker, then 503
+    EngineShutdown              the same, and leaves this worker alone for some seconds
+    HttpError(n)                answers n, without the message
+    Cancelled / Unknown         answers 499 / 500, without the message
+
+A caller that is a worker itself gets the kind and the message as text; where no client will read the message, it begins
+with our code, so that the error arrives as what it was.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from dynamo import _core
 from dynamo.llm.exceptions import HttpError
@@ -33,10 +37,9 @@ from baton.errors import (
 log = logging.getLogger(__name__)
 
 _OUTWARD: dict[type[BatonError], Callable[[str], Exception]] = {
-    InvalidRequest: _core.InvalidArgument,
     Cancelled: _core.Cancelled,
     ReaderStalled: _core.Cancelled,
-    # Not 504 or 408: the frontend would send this worker nothing at all for 5 s.
+    # Not 504: the frontend would then send this worker nothing at all for some seconds.
     DeadlineExceeded: lambda message: HttpError(503, message),
     Overloaded: _core.Disconnected,
     Paused: _core.Disconnected,
@@ -48,33 +51,53 @@ _OUTWARD: dict[type[BatonError], Callable[[str], Exception]] = {
     BatonError: _core.Unknown,
 }
 
-_INWARD: tuple[tuple[type[Exception], type[BatonError]], ...] = (
-    (_core.InvalidArgument, InvalidRequest),
-    (_core.Cancelled, Cancelled),
-    (_core.ConnectionTimeout, DeadlineExceeded),
-    (_core.EngineShutdown, Draining),
-    (_core.WorkerUnavailable, PeerLost),
-    (_core.Disconnected, PeerLost),
-    (_core.CannotConnect, PeerLost),
-    (_core.StreamIncomplete, PeerLost),
-)
+_BY_KIND: dict[str, type[BatonError]] = {
+    "InvalidRequest": InvalidRequest,
+    "Cancelled": Cancelled,
+    "DeadlineExceeded": DeadlineExceeded,
+    "RateLimited": Overloaded,
+    "Unavailable": PeerLost,
+}
 
 
 def to_runtime(error: BaseException) -> Exception:
     """Return what to raise into the runtime for `error`. What is not ours is a bug: it is logged, and hidden."""
+    if isinstance(error, InvalidRequest):
+        return _core.InvalidArgument(error.message)
     if isinstance(error, BatonError):
         for cls in type(error).__mro__:
             if cls in _OUTWARD:
-                return _OUTWARD[cls](error.message)
+                return _OUTWARD[cls](f"{error.code}: {error.message}")
     if isinstance(error, asyncio.CancelledError):
-        return _core.Cancelled("cancelled")
+        return _core.Cancelled("cancelled: cancelled")
     log.error("unexpected error in a handler", exc_info=error)
-    return _core.Unknown("internal error")
+    return _core.Unknown("internal: internal error")
 
 
 def from_runtime(error: Exception) -> BatonError:
     """Return `error`, raised by a call to another worker, as one of ours."""
-    for theirs, ours in _INWARD:
-        if isinstance(error, theirs):
-            return ours(str(error))
-    return EngineFailed(str(error))
+    if isinstance(error, _core.InvalidArgument):
+        return InvalidRequest(str(error))
+    kind, _, text = str(error).partition(": ")
+    if text.startswith("{"):
+        text = _message_of(text)
+    code, _, message = text.partition(": ")
+    ours = _BY_CODE.get(code)
+    return ours(message) if ours is not None else _BY_KIND.get(kind, EngineFailed)(text or kind)
+
+
+def _message_of(text: str) -> str:
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return text
+    return str(body.get("message", text)) if isinstance(body, dict) else text
+
+
+def _all_errors(cls: type[BatonError] = BatonError) -> Iterator[type[BatonError]]:
+    yield cls
+    for child in cls.__subclasses__():
+        yield from _all_errors(child)
+
+
+_BY_CODE = {cls.code: cls for cls in _all_errors()}

@@ -8,11 +8,11 @@ from contextlib import aclosing
 from typing import Any
 
 from dynamo import _core
-from dynamo.llm.exceptions import HttpError
 
 from baton.errors import BatonError, Cancelled, ConfigError, InvalidRequest, PeerLost
 from baton.ports.runtime import Context, ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
+from baton.protocol.ids import new_request_id
 from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.egress import Egress, Sender
 from baton.runtimes.dynamo.errors import from_runtime, to_runtime
@@ -21,6 +21,7 @@ from baton.runtimes.dynamo.options import RuntimeOptions, discovery_directory, e
 log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 10.0
+SERVE_S = 30.0
 
 _SURFACES = {
     "chat": _core.ModelType.Chat,
@@ -58,9 +59,10 @@ class _Answer:
 class _Server:
     """Answers the requests of one endpoint."""
 
-    def __init__(self, service: Service[Any, Any], reader_stall_s: float) -> None:
+    def __init__(self, service: Service[Any, Any], reader_stall_s: float, leave_s: float) -> None:
         self._service = service
         self._stall_s = reader_stall_s
+        self._leave_s = leave_s
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -81,6 +83,11 @@ class _Server:
             task = self._loop.create_task(self._answer(decoded, context, sender, end))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            context.on_cancel(lambda: self._end_later(task))
+
+    def _end_later(self, task: asyncio.Task[None]) -> None:
+        """A handler that hears that its caller has left ends by itself; one that does not listen is ended."""
+        self._loop.call_later(self._leave_s, task.cancel)
 
     async def _answer(self, request: object, context: DynamoContext, sender: Sender, end: asyncio.Future[None]) -> None:
         egress = Egress(sender, self._stall_s)
@@ -174,9 +181,18 @@ class DynamoClient:
         self, request: Wire, instance: int | None = None, parent: Context | None = None
     ) -> AsyncGenerator[Wire, None]:
         """See `Client.call`."""
-        context = parent.raw.detached(f"{parent.id}.call") if isinstance(parent, DynamoContext) else _core.Context()
+        context = _core.Context(
+            new_request_id(parent.id if parent else "call"), dict(parent.trace_headers) if parent else None
+        )
+        left = False
+
+        def leave() -> None:
+            nonlocal left
+            left = True
+            context.stop_generating()
+
         if parent is not None:
-            parent.on_cancel(context.stop_generating)
+            parent.on_cancel(leave)
         try:
             if instance is None:
                 replies = await self._raw.round_robin(request, annotated=False, context=context)
@@ -184,10 +200,12 @@ class DynamoClient:
                 replies = await self._raw.direct(request, instance, annotated=False, context=context)
             async for reply in replies:
                 yield reply
-        except (_core.DynamoException, HttpError, ValueError, RuntimeError) as error:
-            raise from_runtime(error) from error
+        except Exception as error:
+            raise (Cancelled("the caller left") if left else from_runtime(error)) from error
         finally:
             context.stop_generating()
+        if left:
+            raise Cancelled("the caller left")
 
 
 class DynamoRuntime:
@@ -199,10 +217,12 @@ class DynamoRuntime:
         system_host: str = "127.0.0.1",
         system_port: int | None = None,
         reader_stall_s: float = 60.0,
+        leave_s: float = 1.0,
     ) -> None:
         self._options = options
         self._environment = environment(options, system_host, system_port)
         self._reader_stall_s = reader_stall_s
+        self._leave_s = leave_s
         self._raw: _core.DistributedRuntime | None = None
         self._endpoints: list[DynamoEndpoint] = []
         self._renderers: list[Callable[[], str]] = []
@@ -228,12 +248,21 @@ class DynamoRuntime:
 
     async def serve(self, path: str, service: Service[Req, Rep]) -> DynamoEndpoint:
         """See `Runtime.serve`."""
-        endpoint = DynamoEndpoint(self.raw.endpoint(path), _Server(service, self._reader_stall_s))
+        raw = self.raw.endpoint(path)
+        endpoint = DynamoEndpoint(raw, _Server(service, self._reader_stall_s, self._leave_s))
         self._endpoints.append(endpoint)
         if len(self._endpoints) == 1:
-            metrics = self.raw.endpoint(path).metrics
-            metrics.register_prometheus_expfmt_callback(self._render)
+            raw.metrics.register_prometheus_expfmt_callback(self._render)
+        await self._until_listed(raw, endpoint)
         return endpoint
+
+    async def _until_listed(self, raw: _core.Endpoint, endpoint: DynamoEndpoint) -> None:
+        client = await raw.client()
+        async with asyncio.timeout(SERVE_S):
+            while endpoint.instance_id not in client.instance_ids():
+                if endpoint.served.done():
+                    endpoint.served.result()
+                await asyncio.sleep(0.005)
 
     async def client(self, path: str) -> DynamoClient:
         """See `Runtime.client`."""

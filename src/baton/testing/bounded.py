@@ -1,0 +1,69 @@
+"""Running asynchronous tests so that nothing hangs: every run has a time limit, even when the event loop is blocked."""
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+BLOCKED_S = 5.0
+
+
+def run_bounded(main: Coroutine[Any, Any, T], limit_s: float = 20.0) -> T:
+    """Run `main` in an event loop of its own and return its result. Raises AssertionError after `limit_s`.
+
+    The loop has a thread of its own: when something blocks the loop itself, the test still ends, and says where.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(asyncio.run(_limited(main, limit_s)))
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="bounded", daemon=True)
+    thread.start()
+    thread.join(limit_s + BLOCKED_S)
+    if thread.is_alive():
+        stack = traceback.format_stack(sys._current_frames()[thread.ident or 0])
+        raise AssertionError(f"the event loop is blocked, after {limit_s:g} s, in:\n{''.join(stack)}")
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+async def eventually(holds: Callable[[], bool], limit_s: float = 10.0, every_s: float = 0.002) -> None:
+    """Wait until `holds()`. Raises AssertionError after `limit_s`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + limit_s
+    while not holds():
+        assert loop.time() < deadline, f"still not true after {limit_s:g} s"
+        await asyncio.sleep(every_s)
+
+
+async def measure_lag() -> float:
+    """Return the longest time, in seconds, that the event loop took for one turn until this was cancelled."""
+    loop = asyncio.get_running_loop()
+    longest = 0.0
+    try:
+        while True:
+            before = loop.time()
+            await asyncio.sleep(0.01)
+            longest = max(longest, loop.time() - before - 0.01)
+    except asyncio.CancelledError:
+        return longest
+
+
+async def _limited(main: Coroutine[Any, Any, T], limit_s: float) -> T:
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            return await main
+    except TimeoutError as error:
+        if limit.expired():
+            raise AssertionError(f"not finished after {limit_s:g} s") from error
+        raise

@@ -1,0 +1,635 @@
+"""The rules of `ports/engine.py` as tests, for every engine. `docs/writing-an-engine.md` shows how to use them."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest
+from baton.ports.engine import Engine, EngineInfo, Stream, Work
+from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot, Reading
+from baton.protocol.ids import RequestId, new_request_id
+from baton.protocol.outputs import Finished, FinishReason, Output, TokenDelta
+from baton.protocol.requests import OutputOptions, Sampling, StopConditions
+from baton.testing.bounded import eventually, measure_lag, run_bounded
+from baton.testing.fakes import running
+
+
+class Answer:
+    """What one stream has yielded, checked while it is read."""
+
+    def __init__(self, choices: int = 1) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(choices)]
+        self.ends: list[Finished | None] = [None] * choices
+        self.reads = 0
+
+    def add(self, outputs: list[Output]) -> None:
+        """Take the outputs of one read."""
+        self.reads += 1
+        seen: set[int] = set()
+        for output in outputs:
+            if isinstance(output, TokenDelta):
+                assert output.index not in seen, "one read has at most one delta for each choice"
+                assert output.token_ids, "a delta has tokens"
+                assert self.ends[output.index] is None, "no tokens after the end of a choice"
+                if output.logprobs is not None:
+                    assert len(output.logprobs.chosen) == len(output.token_ids), "one log-probability for each token"
+                seen.add(output.index)
+                self.tokens[output.index] += output.token_ids
+            elif isinstance(output, Finished):
+                assert self.ends[output.index] is None, "a choice ends once"
+                self.ends[output.index] = output
+
+
+class Session:
+    """A started engine, with all that it tells about itself."""
+
+    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+        self.engine = engine
+        self.info = info
+        self.readings: list[Reading] = []
+        self.blocks_at_start: int | None = None
+
+    async def listen(self) -> None:
+        """Keep every reading, until the engine stops."""
+        async for reading in self.engine.readings():
+            self.readings.append(reading)
+            if isinstance(reading, LoadSnapshot) and self.blocks_at_start is None:
+                self.blocks_at_start = reading.used_blocks
+
+    def used_blocks(self) -> int | None:
+        """The blocks that requests hold, as far as the engine has told."""
+        return next((r.used_blocks for r in reversed(self.readings) if isinstance(r, LoadSnapshot)), None)
+
+    def busy(self) -> int:
+        """How many requests the engine has."""
+        progress = self.engine.progress()
+        return progress.running + progress.waiting
+
+    async def as_at_the_start(self, limit_s: float) -> None:
+        """Wait until no request is inside and no block is held that was not held at the start."""
+        await eventually(lambda: not self.busy() and self.used_blocks() == self.blocks_at_start, limit_s)
+
+
+class EngineContract:
+    """Subclass it in a test module, override `make_engine`, and pytest checks the rules of `ports/engine.py`.
+
+    Everything runs in one event loop for each test, and every test has a time limit.
+    """
+
+    limit_s = 30.0
+    """The longest that one test may take, start and stop of the engine included."""
+
+    long_tokens = 3000
+    """So many tokens keep a request busy while a test acts on it. As many requests as the engine runs at once must fit
+    its cache with this length."""
+
+    deterministic = True
+    """Whether the same prompt gives the same tokens at temperature 0, alone and in a batch."""
+
+    lag_limit_s = 2.0
+    """The longest that the engine may keep the event loop from turning. Generous: it tells blocked from slow."""
+
+    def make_engine(self) -> Engine:
+        """Return an engine that has not been started. Let it run few requests at once, so that others wait."""
+        raise NotImplementedError("an engine's contract test overrides make_engine")
+
+    def make_broken_engine(self) -> Engine | None:
+        """Return an engine whose `start` raises ConfigError or EngineDead, or None to leave that rule out."""
+        return None
+
+    def prompt(self, seed: int, length: int) -> tuple[int, ...]:
+        """Return a prompt of `length` tokens; those of one seed begin with one another."""
+        numbers = random.Random(seed)
+        return tuple(numbers.randrange(1, 200) for _ in range(length))
+
+    def impossible(self, info: EngineInfo) -> list[Work]:
+        """Return work that can never run, however long it waits."""
+        too_long = info.total_blocks * info.block_size + 1
+        return [self.work(info, prompt=()), self.work(info, prompt=self.prompt(0, 1) * too_long)]
+
+    def work(
+        self,
+        info: EngineInfo,
+        seed: int = 0,
+        length: int = 24,
+        tokens: int = 8,
+        choices: int = 1,
+        logprobs: int | None = None,
+        prompt: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Return work that makes exactly `tokens` tokens, always the same."""
+        return Work(
+            request_id=new_request_id("contract"),
+            token_ids=self.prompt(seed, length) if prompt is None else prompt,
+            max_tokens=tokens,
+            stop=StopConditions(max_tokens=tokens, ignore_eos=True),
+            sampling=Sampling(n=choices, temperature=0.0),
+            output=OutputOptions(logprobs=logprobs),
+            eos_token_ids=info.eos_token_ids,
+        )
+
+    # Before and after the engine's life
+
+    def test_capabilities_can_be_read_before_start_and_stay_the_same(self) -> None:
+        async def body() -> None:
+            engine = self.make_engine()
+            before = engine.capabilities
+            async with running(engine) as info:
+                assert engine.capabilities == before
+                assert min(info.context_length, info.block_size, info.total_blocks, info.max_running) >= 1
+
+        self._run(body())
+
+    def test_stop_ends_running_and_waiting_streams_with_engine_dead(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                works = [self._long(session, seed) for seed in range(session.info.max_running + 1)]
+                streams = [session.engine.submit(work) for work in works]
+                await streams[0].read()
+                await session.engine.stop()
+                for stream in streams:
+                    with pytest.raises(EngineDead):
+                        await _read_to_the_end(stream)
+                assert session.busy() == 0
+
+        self._run(body())
+
+    def test_stop_twice_and_at_once_is_no_error(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                session.engine.submit(self._long(session))
+                await asyncio.gather(session.engine.stop(), session.engine.stop())
+                await session.engine.stop()
+
+        self._run(body())
+
+    def test_stop_before_start_is_no_error(self) -> None:
+        self._run(self.make_engine().stop())
+
+    def test_stop_after_a_failed_start_is_no_error(self) -> None:
+        async def body() -> None:
+            engine = self.make_broken_engine()
+            if engine is None:
+                pytest.skip("make_broken_engine returns None")
+            with pytest.raises(BatonError) as failure:
+                await engine.start()
+            assert failure.value.scope == "worker"
+            await engine.stop()
+            await engine.stop()
+
+        self._run(body())
+
+    def test_submit_after_stop_raises_engine_dead(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                work = self.work(session.info)
+                await session.engine.stop()
+                with pytest.raises(EngineDead):
+                    session.engine.submit(work)
+                await session.engine.abort(work.request_id)
+
+        self._run(body())
+
+    def test_readings_end_with_stop(self) -> None:
+        async def body() -> None:
+            engine = self.make_engine()
+            async with running(engine) as info:
+                session = Session(engine, info)
+                listening = asyncio.create_task(session.listen())
+                await eventually(lambda: session.used_blocks() is not None)
+                await engine.stop()
+                await listening
+
+        self._run(body())
+
+    # Generating
+
+    def test_every_choice_ends_once_and_then_the_stream_is_over(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                stream = session.engine.submit(self.work(session.info))
+                answer = await _read_to_the_end(stream)
+                assert answer.ends[0] is not None
+                assert await stream.read() == []
+                assert await stream.read() == []
+
+        self._run(body())
+
+    @pytest.mark.parametrize("tokens", [1, 2, 17, 64])
+    def test_max_tokens_is_kept_to_the_token(self, tokens: int) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                answer = await _read_to_the_end(session.engine.submit(self.work(session.info, tokens=tokens)))
+                assert len(answer.tokens[0]) == tokens
+                assert answer.ends[0] is not None
+                assert answer.ends[0].reason is FinishReason.LENGTH
+
+        self._run(body())
+
+    def test_requests_that_run_together_do_not_mix(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                works = [self.work(session.info, seed, length=16 + seed, tokens=40 + seed) for seed in range(12)]
+                streams = [session.engine.submit(work) for work in works]
+                together = await asyncio.gather(*(_read_to_the_end(stream) for stream in streams))
+                assert [len(answer.tokens[0]) for answer in together] == [40 + seed for seed in range(12)]
+                if self.deterministic:
+                    alone = [await self._tokens_of(session, work) for work in works]
+                    assert [answer.tokens[0] for answer in together] == alone
+
+        self._run(body())
+
+    def test_a_stop_token_ends_the_choice(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                if not self.deterministic:
+                    pytest.skip("it is not known which tokens will come")
+                work = self.work(session.info, tokens=16)
+                tokens = await self._tokens_of(session, work)
+                stop = tokens[6]
+                first = tokens.index(stop)
+                conditions = msgspec.structs.replace(work.stop, stop_token_ids=(stop,))
+                stopped = msgspec.structs.replace(work, stop=conditions, request_id=new_request_id("contract"))
+                answer = await _read_to_the_end(session.engine.submit(stopped))
+                assert answer.tokens[0] in (tokens[:first], tokens[: first + 1])
+                assert answer.ends[0] is not None
+                assert answer.ends[0].reason is FinishReason.STOP
+
+        self._run(body())
+
+    def test_n_choices_end_once_each(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                if session.engine.capabilities.max_choices < 2:
+                    pytest.skip("the engine makes one choice")
+                stream = session.engine.submit(self.work(session.info, tokens=12, choices=2))
+                answer = await _read_to_the_end(stream, choices=2)
+                assert [len(tokens) for tokens in answer.tokens] == [12, 12]
+                assert None not in answer.ends
+
+        self._run(body())
+
+    def test_log_probabilities_are_aligned_with_tokens_however_they_merge(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                most = session.engine.capabilities.max_logprobs
+                if most is None:
+                    pytest.skip("the engine returns no log-probabilities")
+                asked = min(2, most)
+                stream = session.engine.submit(self.work(session.info, tokens=48, logprobs=asked))
+                positions = 0
+                while outputs := await stream.read():
+                    for delta in (output for output in outputs if isinstance(output, TokenDelta)):
+                        assert delta.logprobs is not None
+                        assert len(delta.logprobs.chosen) == len(delta.token_ids)
+                        assert all(value <= 0.0 for value in delta.logprobs.chosen)
+                        if asked:
+                            assert len(delta.logprobs.top) == len(delta.token_ids)
+                        positions += len(delta.logprobs.chosen)
+                    await asyncio.sleep(0.02)
+                assert positions == 48
+
+        self._run(body())
+
+    def test_impossible_work_is_refused_at_submit_and_leaves_nothing(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                for work in self.impossible(session.info):
+                    with pytest.raises(InvalidRequest):
+                        session.engine.submit(work)
+                    assert session.busy() == 0
+                    await session.engine.abort(work.request_id)
+                await self._tokens_of(session, self.work(session.info))
+                await session.as_at_the_start(self.limit_s)
+
+        self._run(body())
+
+    def test_the_event_loop_turns_while_the_engine_works(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                measuring = asyncio.create_task(measure_lag())
+                works = [self.work(session.info, seed, length=64, tokens=64) for seed in range(16)]
+                await asyncio.gather(*(_read_to_the_end(session.engine.submit(work)) for work in works))
+                measuring.cancel()
+                assert await measuring < self.lag_limit_s
+
+        self._run(body())
+
+    # Reading
+
+    def test_a_slow_reader_gets_merged_tokens_with_no_gap_and_no_repeat(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                work = self.work(session.info, tokens=100)
+                stream = session.engine.submit(work)
+                await eventually(lambda: not session.busy(), self.limit_s)
+                await asyncio.sleep(0.05)
+                answer = await _read_to_the_end(stream)
+                assert answer.reads <= 2
+                assert len(answer.tokens[0]) == 100
+                if self.deterministic:
+                    assert answer.tokens[0] == await self._tokens_of(session, work)
+
+        self._run(body())
+
+    def test_not_before_holds_tokens_back(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                stream = session.engine.submit(self._long(session))
+                await stream.read()
+                clock = asyncio.get_running_loop().time
+                not_before = clock() + 0.1
+                outputs = await stream.read(not_before)
+                assert outputs
+                assert not any(isinstance(output, Finished) for output in outputs), "long_tokens is too short"
+                assert clock() >= not_before - 0.002
+
+        self._run(body())
+
+    def test_not_before_never_holds_back_the_end(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                far = asyncio.get_running_loop().time() + 3600
+                answer = await _read_to_the_end(session.engine.submit(self.work(session.info)), not_before=far)
+                assert len(answer.tokens[0]) == 8
+                work = self._long(session)
+                stream = session.engine.submit(work)
+                reading = asyncio.create_task(_read_to_the_end(stream, not_before=far))
+                await eventually(lambda: session.engine.progress().running > 0)
+                await session.engine.abort(work.request_id)
+                with pytest.raises(Cancelled):
+                    await reading
+
+        self._run(body())
+
+    def test_cancelling_a_read_loses_nothing(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                work = self.work(session.info, tokens=60)
+                stream = session.engine.submit(work)
+                numbers = random.Random(1)
+                answer = Answer()
+                while answer.ends[0] is None:
+                    read = asyncio.ensure_future(stream.read())
+                    await asyncio.wait([read], timeout=numbers.random() * 0.004)
+                    read.cancel()
+                    await asyncio.wait([read])
+                    if not read.cancelled():
+                        answer.add(read.result())
+                assert len(answer.tokens[0]) == 60
+                if self.deterministic:
+                    assert answer.tokens[0] == await self._tokens_of(session, work)
+
+        self._run(body())
+
+    def test_the_first_end_of_a_stream_wins(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                work = self._long(session)
+                stream = session.engine.submit(work)
+                stream.fail(EngineFailed("first"))
+                stream.fail(EngineFailed("second"))
+                await session.engine.abort(work.request_id)
+                with pytest.raises(EngineFailed, match="first"):
+                    await _read_to_the_end(stream)
+                await session.as_at_the_start(self.limit_s)
+
+        self._run(body())
+
+    # Aborting
+
+    def test_a_submitted_request_is_known_at_once(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                work = self._long(session)
+                session.engine.submit(work)
+                assert session.busy() == 1
+                await session.engine.abort(work.request_id)
+
+        self._run(body())
+
+    def test_abort_right_after_submit_frees_everything(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                work = self._long(session)
+                stream = session.engine.submit(work)
+                await self._abort(session, work, stream)
+                await session.as_at_the_start(self.limit_s)
+
+        self._run(body())
+
+    def test_abort_while_waiting_leaves_the_others_alone(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                works = [self._long(session, seed) for seed in range(session.info.max_running)]
+                streams = [session.engine.submit(work) for work in works]
+                await asyncio.gather(*(stream.read() for stream in streams))
+                late = self._long(session, seed=1000)
+                late_stream = session.engine.submit(late)
+                assert session.engine.progress().waiting == 1
+                await session.engine.abort(late.request_id)
+                with pytest.raises(Cancelled):
+                    assert not await late_stream.read(), "a request that waits has no tokens"
+                assert session.engine.progress().waiting == 0
+                assert all(await asyncio.gather(*(stream.read() for stream in streams)))
+                for work, stream in zip(works, streams, strict=True):
+                    await self._abort(session, work, stream)
+                await session.as_at_the_start(self.limit_s)
+
+        self._run(body())
+
+    def test_abort_while_prefilling_frees_everything(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                length = min(2048, session.info.context_length // 2)
+                work = self.work(session.info, length=length, tokens=self.long_tokens)
+                stream = session.engine.submit(work)
+                await eventually(lambda: session.engine.progress().running > 0)
+                await self._abort(session, work, stream)
+                await session.as_at_the_start(self.limit_s)
+
+        self._run(body())
+
+    def test_abort_while_decoding_frees_everything(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                work = self._long(session)
+                stream = session.engine.submit(work)
+                assert await stream.read()
+                assert await stream.read()
+                await self._abort(session, work, stream)
+                await session.as_at_the_start(self.limit_s)
+
+        self._run(body())
+
+    def test_abort_of_every_choice_frees_everything(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                if session.engine.capabilities.max_choices < 2:
+                    pytest.skip("the engine makes one choice")
+                work = self.work(session.info, tokens=self.long_tokens // 2, choices=2)
+                stream = session.engine.submit(work)
+                await stream.read()
+                await self._abort(session, work, stream, choices=2)
+                await session.as_at_the_start(self.limit_s)
+
+        self._run(body())
+
+    def test_abort_of_an_unknown_request_is_no_error(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                await session.engine.abort(RequestId("never submitted"))
+                await self._tokens_of(session, self.work(session.info))
+
+        self._run(body())
+
+    def test_abort_of_a_finished_request_leaves_its_answer(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                work = self.work(session.info)
+                stream = session.engine.submit(work)
+                await eventually(lambda: not session.busy(), self.limit_s)
+                await session.engine.abort(work.request_id)
+                answer = await _read_to_the_end(stream)
+                assert len(answer.tokens[0]) == 8
+                await session.engine.abort(work.request_id)
+                assert await stream.read() == []
+
+        self._run(body())
+
+    def test_abort_twice_and_at_once_is_no_error(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                work = self._long(session)
+                stream = session.engine.submit(work)
+                await stream.read()
+                await asyncio.gather(*(session.engine.abort(work.request_id) for _ in range(3)))
+                await self._abort(session, work, stream)
+                await session.as_at_the_start(self.limit_s)
+
+        self._run(body())
+
+    def test_a_storm_of_submits_and_aborts_leaves_the_engine_as_it_was(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                numbers = random.Random(7)
+                await asyncio.gather(*(self._weather(session, random.Random(numbers.random())) for _ in range(300)))
+                await session.as_at_the_start(self.limit_s)
+                assert len(await self._tokens_of(session, self.work(session.info))) == 8
+
+        self._run(body())
+
+    # What the engine tells
+
+    def test_progress_grows_with_work_and_counts_return_to_zero(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                before = session.engine.progress()
+                assert (before.running, before.waiting) == (0, 0)
+                await self._tokens_of(session, self.work(session.info, tokens=32))
+                await eventually(lambda: not session.busy(), self.limit_s)
+                assert session.engine.progress().steps > before.steps
+
+        self._run(body())
+
+    def test_kv_events_come_in_order(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                size = session.info.block_size
+                works = [self.work(session.info, seed % 160, size * (4 + seed % 9), tokens=2) for seed in range(240)]
+                for first in range(0, len(works), 30):
+                    batch = works[first : first + 30]
+                    await asyncio.gather(*(_read_to_the_end(session.engine.submit(work)) for work in batch))
+                await session.as_at_the_start(self.limit_s)
+                self._check_kv_events(session)
+
+        self._run(body())
+
+    def test_readings_have_no_gap_even_when_they_are_read_late(self) -> None:
+        async def body() -> None:
+            engine = self.make_engine()
+            async with running(engine) as info:
+                session = Session(engine, info)
+                await self._tokens_of(session, self.work(info, length=4 * info.block_size))
+                listening = asyncio.create_task(session.listen())
+                await eventually(lambda: session.used_blocks() is not None)
+                await self._tokens_of(session, self.work(info, length=8 * info.block_size))
+                await engine.stop()
+                await listening
+                self._check_kv_events(session)
+
+        self._run(body())
+
+    # How it is done
+
+    def _run(self, body: Coroutine[Any, Any, None]) -> None:
+        run_bounded(body, self.limit_s)
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[Session]:
+        engine = self.make_engine()
+        async with running(engine) as info:
+            session = Session(engine, info)
+            listening = asyncio.create_task(session.listen())
+            await eventually(lambda: session.used_blocks() is not None)
+            yield session
+        await listening
+
+    def _long(self, session: Session, seed: int = 0) -> Work:
+        return self.work(session.info, seed, tokens=self.long_tokens)
+
+    async def _tokens_of(self, session: Session, work: Work) -> list[int]:
+        """Return what `work` gives when it runs alone."""
+        again = self.work(session.info, tokens=work.max_tokens, prompt=work.token_ids)
+        answer = await _read_to_the_end(session.engine.submit(again))
+        return answer.tokens[0]
+
+    async def _abort(self, session: Session, work: Work, stream: Stream, choices: int = 1) -> None:
+        await session.engine.abort(work.request_id)
+        for _ in range(2):
+            with pytest.raises(Cancelled):
+                await _read_to_the_end(stream, choices)
+
+    async def _weather(self, session: Session, numbers: random.Random) -> None:
+        """One request of the storm: read to its end, aborted at some time, or aborted after some reads."""
+        await asyncio.sleep(numbers.random() * 0.3)
+        length = numbers.randrange(1, 4 * session.info.block_size)
+        work = self.work(session.info, numbers.randrange(6), length, tokens=numbers.randrange(1, 40))
+        stream = session.engine.submit(work)
+        match numbers.randrange(3):
+            case 0:
+                answer = await _read_to_the_end(stream)
+                assert len(answer.tokens[0]) == work.max_tokens
+                return
+            case 1:
+                await asyncio.sleep(numbers.random() * 0.1 * numbers.randrange(2))
+            case _:
+                await stream.read()
+        await session.engine.abort(work.request_id)
+
+    def _check_kv_events(self, session: Session) -> None:
+        stored: set[int] = set()
+        for reading in session.readings:
+            match reading:
+                case KvStored():
+                    assert reading.block_size == session.info.block_size
+                    assert len(reading.token_ids) == reading.block_size * len(reading.block_hashes)
+                    assert reading.parent_hash is None or reading.parent_hash in stored, "the parent is known"
+                    stored.update(reading.block_hashes)
+                case KvRemoved():
+                    assert stored.issuperset(reading.block_hashes), "what is removed was stored"
+                    stored.difference_update(reading.block_hashes)
+                case KvCleared():
+                    stored.clear()
+
+
+async def _read_to_the_end(stream: Stream, choices: int = 1, not_before: float = 0.0) -> Answer:
+    answer = Answer(choices)
+    while outputs := await stream.read(not_before):
+        answer.add(outputs)
+    return answer

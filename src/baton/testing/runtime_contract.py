@@ -1,0 +1,561 @@
+"""The rules of `ports/runtime.py` as tests, for every runtime.
+
+What the way between two processes keeps of an error: InvalidRequest stays InvalidRequest with its message, Cancelled
+stays Cancelled, DeadlineExceeded stays DeadlineExceeded, and whether a retry elsewhere can help stays true. Which
+retryable error it was may be lost.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    Draining,
+    EngineDead,
+    EngineFailed,
+    EngineStalled,
+    InvalidRequest,
+    Overloaded,
+    Paused,
+    PeerLost,
+    ReaderStalled,
+    Unsupported,
+)
+from baton.ports.runtime import Client, Context, Endpoint, Runtime, Service, Wire
+from baton.protocol.codec import DecodeError
+from baton.testing.bounded import eventually, measure_lag, run_bounded
+
+Handle = Callable[[Wire, Context], AsyncGenerator[Wire, None]]
+
+INVALID = (InvalidRequest, ContextTooLong, Unsupported)
+RETRYABLE = (Overloaded, Paused, Draining, PeerLost, EngineStalled, EngineDead)
+FINAL = (Cancelled, DeadlineExceeded, ReaderStalled, EngineFailed)
+HARMLESS = (*INVALID, *FINAL, Overloaded, Paused, PeerLost)
+
+PATH = "contract.component.endpoint"
+
+
+class Served:
+    """A handler that is served, with a client that has found it."""
+
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, client: Client) -> None:
+        self.runtime = runtime
+        self.endpoint = endpoint
+        self.client = client
+
+    async def call(self, **request: object) -> list[Wire]:
+        """Return all replies to one call."""
+        async with aclosing(self.client.call(dict(request))) as replies:
+            return [reply async for reply in replies]
+
+
+class Ticker:
+    """A handler that replies for ever and notes how it ended."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.cancelled_when_closed = False
+
+    async def handle(self, request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+        """Reply every 2 ms."""
+        context.on_cancel(self.cancelled.set)
+        number = 0
+        try:
+            while True:
+                yield {"number": number}
+                number += 1
+                await asyncio.sleep(0.002)
+        finally:
+            self.cancelled_when_closed = self.cancelled.is_set()
+            self.closed.set()
+
+
+class RuntimeContract:
+    """Subclass it in a test module, override `make_runtime`, and pytest checks the rules of `ports/runtime.py`."""
+
+    limit_s = 30.0
+    """The longest that one test may take."""
+
+    lag_limit_s = 2.0
+    """The longest that a stream may keep the event loop from turning. Generous: it tells blocked from slow."""
+
+    traces = True
+    """Whether a call without a parent begins a trace."""
+
+    def make_runtime(self) -> Runtime:
+        """Return a runtime that has not been started and that finds no endpoints of other tests."""
+        raise NotImplementedError("a runtime's contract test overrides make_runtime")
+
+    # Calls
+
+    def test_replies_come_in_order_and_then_the_call_ends(self) -> None:
+        async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+            for number in range(100):
+                yield {"number": number, "asked": request["asked"]}
+
+        async def body() -> None:
+            async with self._served(handle) as served:
+                replies = await served.call(asked="order")
+                assert replies == [{"number": number, "asked": "order"} for number in range(100)]
+
+        self._run(body())
+
+    def test_a_call_without_replies_ends_well(self) -> None:
+        async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+            if request.get("reply"):
+                yield {}
+
+        async def body() -> None:
+            async with self._served(handle) as served:
+                assert await served.call() == []
+
+        self._run(body())
+
+    def test_requests_and_replies_pass_the_codec_of_the_service(self) -> None:
+        async def handle(number: int, context: Context) -> AsyncGenerator[int, None]:
+            yield number + 1
+
+        async def body() -> None:
+            service = Service(handle, lambda raw: int(raw["number"]), lambda number: {"next": number})  # type: ignore[index]
+            async with self._started() as runtime:
+                await runtime.serve(PATH, service)
+                client = await runtime.client(PATH)
+                await client.ready(5.0)
+                assert [reply async for reply in client.call({"number": 4})] == [{"next": 5}]
+
+        self._run(body())
+
+    def test_values_of_every_kind_arrive_unchanged(self) -> None:
+        async def body() -> None:
+            async with self._served(_echo) as served:
+                request = {"none": None, "text": "naïve ☃", "list": [1, 2.5, True, []], "map": {"a": {"b": -(2**62)}}}
+                assert await served.call(**request) == [request]
+                big = {"text": "x" * 1_000_000}
+                assert await served.call(**big) == [big]
+
+        self._run(body())
+
+    def test_calls_run_concurrently(self) -> None:
+        async def body() -> None:
+            together = asyncio.Barrier(8)
+
+            async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+                await together.wait()
+                yield {"me": request["me"]}
+                await together.wait()
+                yield {"me": request["me"]}
+
+            async with self._served(handle) as served:
+                answers = await asyncio.gather(*(served.call(me=me) for me in range(8)))
+                assert answers == [[{"me": me}] * 2 for me in range(8)]
+
+        self._run(body())
+
+    def test_endpoints_of_one_runtime_do_not_mix(self) -> None:
+        async def other(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+            yield {"other": True}
+
+        async def body() -> None:
+            async with self._served(_echo) as served:
+                await served.runtime.serve("contract.other.endpoint", _service(other))
+                client = await served.runtime.client("contract.other.endpoint")
+                await client.ready(5.0)
+                assert [reply async for reply in client.call({})] == [{"other": True}]
+                assert await served.call(mine=1) == [{"mine": 1}]
+
+        self._run(body())
+
+    def test_a_call_can_name_its_instance(self) -> None:
+        async def body() -> None:
+            async with self._served(_echo) as served:
+                instance = served.endpoint.instance_id
+                assert served.client.instances() == [instance]
+                assert [reply async for reply in served.client.call({"a": 1}, instance=instance)] == [{"a": 1}]
+                with pytest.raises(PeerLost):
+                    await anext(served.client.call({}, instance=instance + 1))
+
+        self._run(body())
+
+    # Errors
+
+    @pytest.mark.parametrize("replies", [0, 2])
+    @pytest.mark.parametrize("error", INVALID)
+    def test_an_invalid_request_stays_invalid_with_its_message(self, error: type[BatonError], replies: int) -> None:
+        arrived = self._failure(error("temperature: too hot"), replies)
+        assert isinstance(arrived, InvalidRequest)
+        assert arrived.message == "temperature: too hot"
+
+    @pytest.mark.parametrize("replies", [0, 2])
+    @pytest.mark.parametrize("error", RETRYABLE)
+    def test_a_retryable_error_stays_retryable(self, error: type[BatonError], replies: int) -> None:
+        arrived = self._failure(error("not here"), replies)
+        assert arrived.retryable
+        assert "not here" in arrived.message
+
+    @pytest.mark.parametrize("error", FINAL)
+    def test_a_final_error_does_not_become_retryable_or_the_clients_fault(self, error: type[BatonError]) -> None:
+        arrived = self._failure(error("over"), 1)
+        assert not arrived.retryable
+        assert not isinstance(arrived, InvalidRequest)
+
+    @pytest.mark.parametrize("error", [Cancelled, DeadlineExceeded])
+    def test_cancellation_and_deadline_arrive_as_what_they_are(self, error: type[BatonError]) -> None:
+        arrived = self._failure(error("over"), 1)
+        assert type(arrived) is error
+        assert arrived.message == "over"
+
+    def test_an_unexpected_error_arrives_as_one_of_ours_without_its_text(self) -> None:
+        arrived = self._failure(KeyError("a secret"), 1)
+        assert not arrived.retryable
+        assert "a secret" not in arrived.message
+
+    @pytest.mark.parametrize("error", HARMLESS)
+    def test_a_request_that_fails_does_not_harm_the_next(self, error: type[BatonError]) -> None:
+        async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+            if request.get("fail"):
+                raise error("this one only")
+            yield {"fine": True}
+
+        async def body() -> None:
+            async with self._served(handle) as served:
+                with pytest.raises(BatonError):
+                    await served.call(fail=True)
+                assert await served.call() == [{"fine": True}]
+
+        self._run(body())
+
+    def test_a_request_that_does_not_decode_is_an_invalid_request(self) -> None:
+        def decode(raw: object) -> Wire:
+            raise DecodeError("Expected `int` - at `$.max_tokens`")
+
+        async def body() -> None:
+            async with self._started() as runtime:
+                await runtime.serve(PATH, Service(_echo, decode, lambda reply: reply))
+                client = await runtime.client(PATH)
+                await client.ready(5.0)
+                with pytest.raises(InvalidRequest, match="max_tokens"):
+                    await anext(client.call({"max_tokens": "many"}))
+
+        self._run(body())
+
+    # Leaving
+
+    def test_closing_the_call_early_closes_the_handler(self) -> None:
+        async def body() -> None:
+            ticker = Ticker()
+            async with self._served(ticker.handle) as served:
+                await _take(served.client.call({}), 3)
+                await ticker.closed.wait()
+                await ticker.cancelled.wait()
+
+        self._run(body())
+
+    def test_on_cancel_is_called_before_the_handler_is_closed(self) -> None:
+        async def body() -> None:
+            ticker = Ticker()
+            async with self._served(ticker.handle) as served:
+                await _take(served.client.call({}), 3)
+                await ticker.closed.wait()
+                assert ticker.cancelled_when_closed
+
+        self._run(body())
+
+    def test_cancelling_the_task_that_reads_closes_a_handler_that_waits(self) -> None:
+        async def body() -> None:
+            waits, closed, cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+            async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+                context.on_cancel(cancelled.set)
+                try:
+                    waits.set()
+                    await asyncio.sleep(3600)
+                    yield {}
+                finally:
+                    closed.set()
+
+            async with self._served(handle) as served:
+                reading = asyncio.create_task(served.call())
+                await waits.wait()
+                reading.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await reading
+                await cancelled.wait()
+                await closed.wait()
+
+        self._run(body())
+
+    def test_on_cancel_is_called_once_in_the_event_loop_and_at_once_when_late(self) -> None:
+        async def body() -> None:
+            threads: list[int] = []
+            late: list[int] = []
+            gone = asyncio.Event()
+
+            async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+                context.on_cancel(lambda: threads.append(threading.get_ident()))
+                context.on_cancel(gone.set)
+                try:
+                    yield {}
+                    await gone.wait()
+                finally:
+                    context.on_cancel(lambda: late.append(1))
+
+            async with self._served(handle) as served:
+                await _take(served.client.call({}), 1)
+                await eventually(lambda: bool(late))
+                assert threads == [threading.get_ident()]
+                assert late == [1]
+
+        self._run(body())
+
+    def test_on_cancel_is_not_called_for_a_call_that_ended_well(self) -> None:
+        async def body() -> None:
+            called: list[int] = []
+
+            async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+                context.on_cancel(lambda: called.append(1))
+                yield {}
+
+            async with self._served(handle) as served:
+                assert await served.call() == [{}]
+                await asyncio.sleep(0.05)
+                assert called == []
+
+        self._run(body())
+
+    def test_a_call_ends_with_cancelled_when_its_parent_is_cancelled(self) -> None:
+        async def body() -> None:
+            ticker = Ticker()
+            async with self._served(ticker.handle) as served, self._parent(served.runtime) as (parent, leave):
+                reading = asyncio.create_task(_read(served.client.call({}, parent=parent)))
+                await asyncio.sleep(0.05)
+                await leave()
+                with pytest.raises(Cancelled):
+                    await reading
+                await ticker.cancelled.wait()
+                await ticker.closed.wait()
+
+        self._run(body())
+
+    def test_a_call_carries_the_trace_of_its_parent(self) -> None:
+        if not self.traces:
+            pytest.skip("this runtime begins no traces")
+
+        async def tell(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+            yield dict(context.trace_headers)
+
+        async def body() -> None:
+            async with self._served(tell) as served, self._parent(served.runtime) as (parent, _):
+                [headers] = [reply async for reply in served.client.call({}, parent=parent)]
+                trace_id = parent.trace_headers["traceparent"].split("-")[1]
+                assert str(headers["traceparent"]).split("-")[1] == trace_id
+
+        self._run(body())
+
+    # Readers that stop
+
+    @pytest.mark.parametrize(("replies", "size"), [(20_000, 16), (4_000, 4_000)])
+    def test_a_reader_that_stops_reading_blocks_no_other_call(self, replies: int, size: int) -> None:
+        filling = "x" * size
+
+        async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+            for number in range(replies if request.get("many") else 1):
+                yield {"number": number, "filling": filling}
+                if number % 64 == 0:
+                    await asyncio.sleep(0)
+
+        async def body() -> None:
+            async with self._served(handle) as served:
+                measuring = asyncio.create_task(measure_lag())
+                async with aclosing(served.client.call({"many": True})) as stalled:
+                    numbers = [(await anext(stalled))["number"]]
+                    for _ in range(10):
+                        await asyncio.sleep(0.1)
+                        assert len(await served.call()) == 1
+                    numbers += [reply["number"] async for reply in stalled]
+                measuring.cancel()
+                assert numbers == list(range(replies))
+                assert await measuring < self.lag_limit_s
+
+        self._run(body())
+
+    # Discovery
+
+    def test_withdraw_and_restore_are_seen_by_clients_and_may_be_repeated(self) -> None:
+        async def body() -> None:
+            async with self._served(_echo) as served:
+                instance = served.endpoint.instance_id
+                for _ in range(2):
+                    await served.endpoint.withdraw()
+                    await served.endpoint.withdraw()
+                    await eventually(lambda: served.client.instances() == [])
+                    with pytest.raises(PeerLost):
+                        await served.call()
+                    await served.endpoint.restore()
+                    await served.endpoint.restore()
+                    assert await served.client.ready(5.0) == [instance]
+                    assert await served.call(a=1) == [{"a": 1}]
+
+        self._run(body())
+
+    def test_an_endpoint_can_be_withdrawn_as_soon_as_it_is_served(self) -> None:
+        async def body() -> None:
+            async with self._started() as runtime:
+                endpoint = await runtime.serve(PATH, _service(_echo))
+                await endpoint.withdraw()
+                client = await runtime.client(PATH)
+                await asyncio.sleep(0.1)
+                assert client.instances() == []
+
+        self._run(body())
+
+    def test_a_call_that_runs_goes_on_after_withdraw(self) -> None:
+        async def body() -> None:
+            ticker = Ticker()
+            async with self._served(ticker.handle) as served, aclosing(served.client.call({})) as replies:
+                await anext(replies)
+                await served.endpoint.withdraw()
+                await eventually(lambda: served.client.instances() == [])
+                assert [(await anext(replies))["number"] for _ in range(20)] == list(range(1, 21))
+
+        self._run(body())
+
+    def test_ready_raises_peer_lost_when_nobody_comes(self) -> None:
+        async def body() -> None:
+            async with self._started() as runtime:
+                client = await runtime.client("contract.nobody.endpoint")
+                assert client.instances() == []
+                with pytest.raises(PeerLost):
+                    await client.ready(0.1)
+                with pytest.raises(PeerLost):
+                    await anext(client.call({}))
+
+        self._run(body())
+
+    def test_ready_returns_when_somebody_comes(self) -> None:
+        async def body() -> None:
+            async with self._started() as runtime:
+                client = await runtime.client(PATH)
+                waiting = asyncio.create_task(client.ready(10.0))
+                await asyncio.sleep(0.05)
+                endpoint = await runtime.serve(PATH, _service(_echo))
+                assert await waiting == [endpoint.instance_id]
+
+        self._run(body())
+
+    # The end
+
+    def test_shutdown_cancels_handlers_that_run_and_their_calls_fail(self) -> None:
+        async def body() -> None:
+            ticker = Ticker()
+            async with self._served(ticker.handle) as served:
+                reading = asyncio.create_task(served.call())
+                await asyncio.sleep(0.05)
+                await served.runtime.shutdown()
+                await ticker.closed.wait()
+                with pytest.raises(BatonError):
+                    await reading
+
+        self._run(body())
+
+    def test_shutdown_may_be_repeated_and_come_before_start(self) -> None:
+        async def body() -> None:
+            await self.make_runtime().shutdown()
+            async with self._served(_echo) as served:
+                await served.runtime.shutdown()
+                await served.runtime.shutdown()
+                with pytest.raises(BatonError):
+                    await served.runtime.serve("contract.late.endpoint", _service(_echo))
+
+        self._run(body())
+
+    # How it is done
+
+    def _run(self, body: Coroutine[Any, Any, None]) -> None:
+        run_bounded(body, self.limit_s)
+
+    def _failure(self, error: Exception, replies: int) -> BatonError:
+        """Return what reaches the caller when a handler raises `error` after some replies, which must arrive first."""
+
+        async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+            for number in range(replies):
+                yield {"number": number}
+            raise error
+
+        async def body() -> BatonError:
+            async with self._served(handle) as served, aclosing(served.client.call({})) as call:
+                assert [(await anext(call))["number"] for _ in range(replies)] == list(range(replies))
+                with pytest.raises(BatonError) as caught:
+                    await anext(call)
+            return caught.value
+
+        return run_bounded(body(), self.limit_s)
+
+    @asynccontextmanager
+    async def _started(self) -> AsyncIterator[Runtime]:
+        runtime = self.make_runtime()
+        try:
+            await runtime.start()
+            yield runtime
+        finally:
+            await runtime.shutdown()
+
+    @asynccontextmanager
+    async def _served(self, handle: Handle) -> AsyncIterator[Served]:
+        async with self._started() as runtime:
+            endpoint = await runtime.serve(PATH, _service(handle))
+            client = await runtime.client(PATH)
+            await client.ready(5.0)
+            yield Served(runtime, endpoint, client)
+
+    @asynccontextmanager
+    async def _parent(self, runtime: Runtime) -> AsyncIterator[tuple[Context, Callable[[], Coroutine[Any, Any, None]]]]:
+        """The context of a call that runs, and a function that makes its caller leave."""
+        contexts: list[Context] = []
+        gone = asyncio.Event()
+
+        async def hold(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+            contexts.append(context)
+            context.on_cancel(gone.set)
+            yield {}
+            await gone.wait()
+
+        await runtime.serve("contract.parent.endpoint", _service(hold))
+        client = await runtime.client("contract.parent.endpoint")
+        await client.ready(5.0)
+        call = client.call({})
+        await anext(call)
+        try:
+            yield contexts[0], call.aclose
+        finally:
+            await call.aclose()
+
+
+def _service(handle: Handle) -> Service[Wire, Wire]:
+    def decode(raw: object) -> Wire:
+        assert isinstance(raw, dict)
+        return raw
+
+    return Service(handle, decode, lambda reply: reply)
+
+
+async def _echo(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+    yield request
+
+
+async def _take(call: AsyncGenerator[Wire, None], count: int) -> list[Wire]:
+    async with aclosing(call):
+        return [await anext(call) for _ in range(count)]
+
+
+async def _read(call: AsyncGenerator[Wire, None]) -> list[Wire]:
+    async with aclosing(call):
+        return [reply async for reply in call]

@@ -1,0 +1,9 @@
+"""What must be true before anything is imported: the runtime sets up logs and traces while it is imported."""
+
+import os
+
+from baton.runtimes.dynamo.options import RuntimeOptions, environment
+
+_RUNTIME = environment(RuntimeOptions())
+
+os.environ.update({name: _RUNTIME[name] for name in ("DYN_LOG", "DYN_LOGGING_JSONL")})
