@@ -66,20 +66,25 @@ def run_worker(settings: Settings) -> int:
 async def _main(settings: Settings) -> int:
     stop = stop_on_signals()
     port = settings.system_port or _free_port(settings.system_host)
-    log.info("health and metrics on http://%s:%d", settings.system_host, port)
     runtime = DynamoRuntime(
         settings.runtime, settings.system_host, port, settings.reader_stall_s, leave_s=settings.abort_s + 1
     )
     worker = Worker(settings, build_engine(settings), runtime)
+
+    def on_ready() -> None:
+        log.info("health and metrics on http://%s:%d", settings.system_host, port)
+        notify(f"READY=1\nSTATUS=health on {settings.system_host}:{port}")
+
     profile = cProfile.Profile() if settings.profile_dir else None
     if profile is not None:
         profile.enable()
     try:
-        await worker.run(stop, lambda: notify(f"READY=1\nSTATUS=health on {settings.system_host}:{port}"))
+        await worker.run(stop, on_ready)
     except ConfigError:
         raise
     except BatonError as error:
         log.critical("%s: %s", error.code, error.message)
+        notify(f"STATUS={error.message}")
         return EXIT_FAILED
     finally:
         if profile is not None:

@@ -361,3 +361,18 @@ def test_probes_are_not_refused_by_a_full_worker() -> None:
             assert tokens_of(await answer) == b"a" * 200
 
     run_bounded(body())
+
+
+def test_an_engine_that_stalls_while_the_worker_drains_is_not_waited_for() -> None:
+    async def body() -> None:
+        house = House(EchoEngine(EchoOptions(faults=True)), stall_s=0.2, drain_s=3600.0)
+        ending = asyncio.create_task(last_words(house))
+        await house.ready.wait()
+        stuck = asyncio.create_task(house.call("[[stall]]"))
+        await eventually(lambda: house.worker.gate.in_flight == 1)
+        house.stop.set()
+        with pytest.raises(EngineStalled):
+            await stuck
+        assert isinstance(await ending, EngineStalled)
+
+    run_bounded(body())

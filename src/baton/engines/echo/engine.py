@@ -25,7 +25,6 @@ from baton.stream import OutputStream
 VOCABULARY = 258
 MODEL_DIR = Path(__file__).parent / "model"
 LOAD_INTERVAL_S = 0.25
-FLAT_OUT_STEPS = 8  # steps between two turns of the event loop when there is no pace to keep
 
 _FAULT = re.compile(rb"\[\[(fail|stall|die|refuse)(?::(\d+))?\]\]")
 
@@ -228,18 +227,18 @@ class EchoEngine:
                 self._work.clear()
                 await self._work.wait()
                 previous = loop.time()
-            self._admit(loop.time())
+            due = 1
             if self._pace_s:
                 await asyncio.sleep(previous + self._pace_s - loop.time())
                 # A late step makes up for the ones it missed, as an engine on its own thread would have.
                 due = max(1, int((loop.time() - previous) / self._pace_s))
                 previous += due * self._pace_s
             else:
-                due = 1
                 self._steps_left -= 1
                 if self._steps_left <= 0:
-                    self._steps_left = FLAT_OUT_STEPS
+                    self._steps_left = self._options.burst
                     await asyncio.sleep(0)
+            self._admit(loop.time())
             await self._step(due, loop.time())
 
     def _admit(self, now: float) -> None:
@@ -262,7 +261,7 @@ class EchoEngine:
                 continue
             if sequence.fault and sequence.produced >= sequence.fault_at:
                 await self._suffer(sequence)
-            elif sequence.emit(due):
+            elif sequence.emit(due if sequence.produced else 1):
                 self._remove(sequence)
         self._steps += 1
 

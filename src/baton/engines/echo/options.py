@@ -12,6 +12,9 @@ class EchoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How fast the echo engine is, how much it holds, and whether prompts may make it fail."""
 
     pace_ms: Annotated[Ms, Meta(description="time between two tokens of a request; 0 is flat out")] = 0.0
+    burst: Annotated[
+        int, Meta(ge=1, description="tokens of a request between two turns of the event loop when flat out")
+    ] = 8
     prefill_ms: Annotated[Ms, Meta(description="time before the first token of a request")] = 0.0
     context: Annotated[int, Meta(ge=2, description="context length in tokens")] = 1_048_576
     blocks: Annotated[int, Meta(ge=1, description="KV blocks, of 16 tokens each")] = 131_072

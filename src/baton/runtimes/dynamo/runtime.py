@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -181,31 +181,48 @@ class DynamoClient:
         self, request: Wire, instance: int | None = None, parent: Context | None = None
     ) -> AsyncGenerator[Wire, None]:
         """See `Client.call`."""
-        context = _core.Context(
-            new_request_id(parent.id if parent else "call"), dict(parent.trace_headers) if parent else None
-        )
-        left = False
-
-        def leave() -> None:
-            nonlocal left
-            left = True
-            context.stop_generating()
-
+        metadata = dict(parent.trace_headers) if parent else None
+        context = _core.Context(new_request_id(parent.id if parent else "call"), metadata)
+        call = _Call(self._send(request, instance, context), context)
         if parent is not None:
-            parent.on_cancel(leave)
+            parent.on_cancel(call.leave)
         try:
-            if instance is None:
-                replies = await self._raw.round_robin(request, annotated=False, context=context)
-            else:
-                replies = await self._raw.direct(request, instance, annotated=False, context=context)
-            async for reply in replies:
+            async for reply in await asyncio.shield(call.sending):
                 yield reply
         except Exception as error:
-            raise (Cancelled("the caller left") if left else from_runtime(error)) from error
+            raise (Cancelled("the caller left") if call.left else from_runtime(error)) from error
         finally:
-            context.stop_generating()
-        if left:
+            call.stop()
+        if call.left:
             raise Cancelled("the caller left")
+
+    def _send(self, request: Wire, instance: int | None, context: _core.Context) -> asyncio.Future[AsyncIterator[Wire]]:
+        if instance is None:
+            return self._raw.round_robin(request, annotated=False, context=context)
+        return self._raw.direct(request, instance, annotated=False, context=context)
+
+
+class _Call:
+    """One call on its way. Stopping it before the other side has connected would be forgotten, so it waits for that."""
+
+    def __init__(self, sending: asyncio.Future[AsyncIterator[Wire]], context: _core.Context) -> None:
+        self.sending = sending
+        self.left = False
+        self._context = context
+
+    def leave(self) -> None:
+        """The caller's own caller has left."""
+        self.left = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Tell the other side that no more answers are wanted."""
+        self.sending.add_done_callback(self._stop_now)
+
+    def _stop_now(self, sending: asyncio.Future[AsyncIterator[Wire]]) -> None:
+        self._context.stop_generating()
+        if not sending.cancelled():
+            sending.exception()
 
 
 class DynamoRuntime:

@@ -1,0 +1,1 @@
+"""Measurements of Baton against peers in the same run; nothing in the package imports this."""
