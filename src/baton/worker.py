@@ -239,6 +239,7 @@ class Worker:
     def _fail(self, error: BatonError) -> None:
         if not self._fatal.done():
             self._fatal.set_exception(error)
+            self._fatal.exception()  # marked as read: when the start fails, nobody waits for it
 
     def _on_guard_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -1,6 +1,7 @@
 """A whole worker in one process: it starts, serves, watches itself, drains and ends for the right reason."""
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -183,6 +184,16 @@ def test_a_worker_whose_first_probe_fails_is_never_announced() -> None:
         assert not house.ready.is_set()
 
     run_bounded(body())
+
+
+def test_an_engine_that_dies_at_the_first_probe_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        error = await last_words(House(ScriptedEngine([EngineDead("out of memory")])))
+        assert "out of memory" in error.message
+
+    run_bounded(body())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("error", [ConfigError("no such model"), EngineDead("no memory")])

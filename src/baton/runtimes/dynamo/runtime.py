@@ -17,6 +17,7 @@ from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.egress import Egress, Sender
 from baton.runtimes.dynamo.errors import from_runtime, to_runtime
 from baton.runtimes.dynamo.options import RuntimeOptions, discovery_directory, environment
+from baton.runtimes.dynamo.reach import check_services
 
 log = logging.getLogger(__name__)
 
@@ -256,6 +257,7 @@ class DynamoRuntime:
         options = self._options
         if options.discovery == "file":
             discovery_directory(options).mkdir(parents=True, exist_ok=True)
+        await check_services(options)
         os.environ.update(self._environment)
         loop = asyncio.get_running_loop()
         try:
