@@ -110,27 +110,34 @@ class Worker:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until `stop` is set, then drain. Raises ConfigError, or the scope-"worker" error that ended it."""
-        beating = asyncio.create_task(beat(stop.set), name="heartbeat")
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(beat(stop.set), name="heartbeat")]
+        try:
+            starting = asyncio.create_task(self._start(), name="start")
+            stopping = asyncio.create_task(stop.wait(), name="stop")
+            tasks += [starting, stopping]
+            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                info, endpoint = starting.result()
+                on_ready()
+                gc.freeze()  # what has been loaded stays; the collector need not look at it again
+                await self._serve(endpoint, info, stopping)
+        finally:
+            await self._runtime.shutdown()
+            await _bounded("the engine did not stop", self._engine.stop(), self._settings.abort_s)
+            await _cancel(tasks)
+
+    async def _start(self) -> tuple[EngineInfo, Endpoint]:
+        """Bring everything up, in time."""
         try:
             async with asyncio.timeout(self._settings.start_s):
                 info = await self._engine.start()
                 await self._runtime.start()
                 endpoint = await self._open(info)
-            log.info(
-                "serving %s as %s on the %s engine",
-                info.model_name,
-                self._settings.role,
-                self._settings.engine,
-            )
-            on_ready()
-            gc.freeze()  # what has been loaded stays; the collector need not look at it again
-            await self._serve(endpoint, info, stop)
         except TimeoutError:
             raise EngineDead(f"the start took longer than {self._settings.start_s:g} s") from None
-        finally:
-            await self._runtime.shutdown()
-            await self._engine.stop()
-            await _cancel([beating])
+        settings = self._settings
+        log.info("serving %s as %s on the %s engine", info.model_name, settings.role, settings.engine)
+        return info, endpoint
 
     async def _open(self, info: EngineInfo) -> Endpoint:
         """Serve the endpoint, see that the role works, and only then be found."""
@@ -160,7 +167,7 @@ class Worker:
             async for _ in chunks:
                 pass
 
-    async def _serve(self, endpoint: Endpoint, info: EngineInfo, stop: asyncio.Event) -> None:
+    async def _serve(self, endpoint: Endpoint, info: EngineInfo, stopping: asyncio.Task[bool]) -> None:
         """Serve until told to stop or until something fails that a restart must mend, then leave."""
 
         async def on_change(healthy: bool, problem: str) -> None:
@@ -176,10 +183,8 @@ class Worker:
             self._settings.stall_s,
         )
         probing = self._guard("canary", canary.run())
-        stopping = asyncio.create_task(stop.wait(), name="stop")
         guards = [
             probing,
-            stopping,
             self._guard("watchdog", watch(self._engine, self._settings.stall_s)),
             self._guard("readings", self._read_engine()),
         ]
@@ -199,10 +204,7 @@ class Worker:
         """
         self.gate.drain()
         self._set_healthy(False)
-        try:
-            await asyncio.wait_for(endpoint.withdraw(), LAST_WORDS_S)
-        except Exception as problem:  # noqa: BLE001 - we leave all the same, and discovery will notice
-            log.warning("could not leave discovery: %s", problem)
+        await _bounded("could not leave discovery", endpoint.withdraw(), LAST_WORDS_S)
         log.info("draining %d requests for up to %g s", self.gate.in_flight, self._settings.drain_s)
         idle = asyncio.create_task(self.gate.idle(self._settings.drain_s))
         await self._first_of(idle)
@@ -255,6 +257,14 @@ class Worker:
             total_blocks=info.total_blocks,
             max_running=info.max_running,
         )
+
+
+async def _bounded(complaint: str, work: Coroutine[Any, Any, None], limit_s: float) -> None:
+    """Do `work` on the way out: what fails or takes too long is complained of, and left."""
+    try:
+        await asyncio.wait_for(work, limit_s)
+    except Exception as problem:  # noqa: BLE001 - we leave all the same
+        log.warning("%s: %r", complaint, problem)
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:

@@ -56,10 +56,9 @@ class Served:
         async with aclosing(self.client.call(dict(request))) as replies:
             return [reply async for reply in replies]
 
-
     async def until_reachable(self) -> None:
         """Wait for a call to be answered: news of an instance may take a moment to reach every part of a runtime."""
-        deadline = asyncio.get_running_loop().time() + 5.0
+        deadline = asyncio.get_running_loop().time() + 15.0
         while True:
             try:
                 await self.call()
