@@ -121,7 +121,7 @@ def options() -> list[Option]:
 
 
 def load(flags: Mapping[str, object], variables: Mapping[str, str], file: Path | None) -> Settings:
-    """Return the settings. `flags` are by option key, None meaning not given. Raises ConfigError, naming the source."""
+    """Return the settings. `flags` are by option key, None if not given. Raises ConfigError, naming the setting."""
     tree: Tree = {}
     if file is not None:
         _merge(tree, _read_file(file), str(file))

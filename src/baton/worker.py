@@ -73,6 +73,7 @@ async def _main(settings: Settings) -> int:
 
     def on_ready() -> None:
         log.info("health and metrics on http://%s:%d", settings.system_host, port)
+        gc.freeze()  # what has been loaded stays; the collector need not look at it again
         notify(f"READY=1\nSTATUS=health on {settings.system_host}:{port}")
 
     profile = cProfile.Profile() if settings.profile_dir else None
@@ -119,7 +120,6 @@ class Worker:
             if starting.done():
                 info, endpoint = starting.result()
                 on_ready()
-                gc.freeze()  # what has been loaded stays; the collector need not look at it again
                 await self._serve(endpoint, info, stopping)
         finally:
             await self._runtime.shutdown()

@@ -156,6 +156,16 @@ def test_unknown_fields_are_kept_at_every_level(level: str) -> None:
     assert forwarded["from_the_future"] == {"deep": [1, None]}
 
 
+def test_unknown_fields_of_a_media_item_are_kept() -> None:
+    items = [{"Url": "https://example.org/a.png", "detail": "high"}, {"Decoded": {"shape": [1]}, "uuid": "x"}]
+    forwarded: Any = encode_request(decode_request({"token_ids": [1], "multi_modal_data": {"image_url": items}}))
+    kept = [
+        {key: value for key, value in item.items() if value is not None}
+        for item in forwarded["multi_modal_data"]["image_url"]
+    ]
+    assert kept == items
+
+
 @pytest.mark.parametrize("place", ["extra_args", "multi_modal_data", "prefill_result"])
 def test_a_key_that_looks_like_our_own_does_not_break_forwarding(place: str) -> None:
     inner: dict[str, Any] = {"<extra>": ["https://example.org/a.png"]}

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
-from baton.errors import EngineFailed
+from baton.errors import BatonError, EngineFailed
 from baton.handlers._call import Call, Limits
 from baton.ports.engine import Engine, Work
 from baton.protocol.ids import RequestId
@@ -83,3 +83,5 @@ async def _abort(engine: Engine, request_id: RequestId, abort_s: float) -> None:
     except TimeoutError:
         log.error("%s the engine did not confirm an abort within %g s", request_id, abort_s)
         task.cancel()
+    except BatonError as error:  # the request has its own reason to end, which must not be lost for this one
+        log.error("%s the engine did not abort: %s", request_id, error.message)

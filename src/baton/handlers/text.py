@@ -49,9 +49,8 @@ class TextHandler:
                         break
 
     def _tokenize(self, request: TextRequest) -> list[int]:
-        for field in ("logprobs", "tools", "response_format"):
-            if getattr(request, field):
-                raise Unsupported(f"{field}: not served by workers that accept text; use --accepts tokens")
+        for field in request.token_format_only():
+            raise Unsupported(f"{field}: not served by workers that accept text; use --accepts tokens")
         if request.messages is not None:
             if not request.messages:
                 raise InvalidRequest("messages: the list is empty")

@@ -21,7 +21,7 @@ class HubTokenizer:
             self._settings = json.loads((directory / "tokenizer_config.json").read_text())
         except Exception as error:  # tokenizers raises plain Exception
             raise ConfigError(f"cannot read the tokenizer in {directory}: {error}") from error
-        self._template = self._compile(self._settings.get("chat_template"))
+        self._template = self._compile(self._settings.get("chat_template") or _template_file(directory))
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -65,3 +65,8 @@ class HubDecoder:
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _template_file(directory: Path) -> str | None:
+    path = directory / "chat_template.jinja"
+    return path.read_text() if path.is_file() else None

@@ -5,12 +5,13 @@ nothing. Failures name the field and its path.
 """
 
 from collections.abc import Mapping
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from baton.protocol.extra import EXTRA_KEY, Extra
 from baton.protocol.handoff import Bootstrap, PrefillResult
+from baton.protocol.media import MediaItem
 from baton.protocol.outputs import Chunk, Logprobs, Usage
 from baton.protocol.requests import (
     GenerateRequest,
@@ -38,6 +39,7 @@ _KEEPERS: tuple[type[msgspec.Struct], ...] = (
     Routing,
     PrefillResult,
     Bootstrap,
+    MediaItem,
 )
 _KEYS = {cls: frozenset(f.encode_name for f in msgspec.structs.fields(cls)) - {EXTRA_KEY} for cls in _KEEPERS}
 # Where a struct that keeps extra keys holds another one: (key on the wire, name of the field).
@@ -60,9 +62,12 @@ def decode_request(raw: object) -> GenerateRequest:
         raise DecodeError(f"Expected `object`, got `{type(raw).__name__}` - at `$`")
     present: Wire = {key: value for key, value in raw.items() if value is not None}
     media = present.get("multi_modal_data")
-    if isinstance(media, Mapping):
-        present["multi_modal_data"] = {kind: _media_items(items) for kind, items in media.items()}
-    return keep_extra(convert(present, GenerateRequest), present)
+    if not isinstance(media, Mapping):
+        return keep_extra(convert(present, GenerateRequest), present)
+    items = present["multi_modal_data"] = {kind: _media_items(listed) for kind, listed in media.items()}
+    request = keep_extra(convert(present, GenerateRequest), present)
+    kept = {kind: tuple(map(keep_extra, listed, items[kind])) for kind, listed in (request.media or {}).items()}
+    return msgspec.structs.replace(request, media=kept)
 
 
 def convert(raw: object, cls: type[S]) -> S:
@@ -133,7 +138,7 @@ def encode_usage(usage: Usage) -> Wire:
     }
 
 
-def _media_items(items: object) -> object:
+def _media_items(items: Any) -> Any:
     if not isinstance(items, list | tuple):
         return items
     return [{"Url": item} if isinstance(item, str) else item for item in items]
@@ -146,4 +151,7 @@ def _restore(wire: Wire, value: msgspec.Struct) -> Wire:
         inner: msgspec.Struct | None = getattr(value, name)
         if inner is not None:
             wire[key] = _restore(cast(Wire, wire[key]), inner)
+    if isinstance(value, GenerateRequest) and value.media is not None:
+        media = cast(dict[str, list[Wire]], wire["multi_modal_data"])
+        wire["multi_modal_data"] = {kind: list(map(_restore, media[kind], value.media[kind])) for kind in media}
     return {**wire, **extra}

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from baton.protocol.extra import Extra, extra_field
+
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of media: a URL that the worker fetches under its access policy, or a transfer descriptor
@@ -9,6 +11,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str | None = msgspec.field(default=None, name="Url")
     decoded: dict[str, object] | None = msgspec.field(default=None, name="Decoded")
+    extra: Extra = extra_field()
 
     def __post_init__(self) -> None:
         if (self.url is None) == (self.decoded is None):

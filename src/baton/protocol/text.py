@@ -41,8 +41,12 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
     logprobs: bool | int | None = None
+    top_logprobs: int | None = None
     response_format: dict[str, object] | None = None
     tools: tuple[dict[str, object], ...] | None = None
+    best_of: Choices | None = None
+    echo: bool | None = None
+    suffix: str | None = None
     stream: bool | None = None
     stream_options: dict[str, object] | None = None
 
@@ -60,6 +64,19 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     def wants_usage(self) -> bool:
         """Whether the answer ends with its token counts: a stream has them only when asked."""
         return not self.stream or bool((self.stream_options or {}).get("include_usage"))
+
+    def token_format_only(self) -> list[str]:
+        """Return which options are asked for that need the frontend's own tokenizer and parsers."""
+        plain = {"type": "text"}
+        asked = {
+            "logprobs": self.logprobs is not None and self.logprobs is not False,
+            "top_logprobs": self.top_logprobs is not None,
+            "response_format": self.response_format not in (None, plain),
+            "tools": bool(self.tools),
+            "echo": bool(self.echo),
+            "suffix": bool(self.suffix),
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
 
     def stop_conditions(self) -> StopConditions:
         """Return when the engine stops; stop strings are matched on the text, after it."""

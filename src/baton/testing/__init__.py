@@ -6,7 +6,9 @@
 import pytest
 
 # Before the suites are imported, so that a failed assertion shows its values.
-pytest.register_assert_rewrite("baton.testing.engine_contract", "baton.testing.runtime_contract")
+pytest.register_assert_rewrite(
+    "baton.testing.engine_contract", "baton.testing.engine_session", "baton.testing.runtime_contract"
+)
 
 from baton.testing.bounded import eventually, measure_lag, run_bounded  # noqa: E402
 from baton.testing.engine_contract import EngineContract  # noqa: E402

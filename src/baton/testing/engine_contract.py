@@ -11,68 +11,13 @@ import pytest
 
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest
 from baton.ports.engine import Engine, EngineInfo, Stream, Work
-from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot, Reading
+from baton.protocol.events import KvCleared, KvRemoved, KvStored
 from baton.protocol.ids import RequestId, new_request_id
-from baton.protocol.outputs import Finished, FinishReason, Output, TokenDelta
+from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 from baton.testing.bounded import eventually, measure_lag, run_bounded
+from baton.testing.engine_session import Answer, Session, read_to_the_end
 from baton.testing.fakes import running
-
-
-class Answer:
-    """What one stream has yielded, checked while it is read."""
-
-    def __init__(self, choices: int = 1) -> None:
-        self.tokens: list[list[int]] = [[] for _ in range(choices)]
-        self.ends: list[Finished | None] = [None] * choices
-        self.reads = 0
-
-    def add(self, outputs: list[Output]) -> None:
-        """Take the outputs of one read."""
-        self.reads += 1
-        seen: set[int] = set()
-        for output in outputs:
-            if isinstance(output, TokenDelta):
-                assert output.index not in seen, "one read has at most one delta for each choice"
-                assert output.token_ids, "a delta has tokens"
-                assert self.ends[output.index] is None, "no tokens after the end of a choice"
-                if output.logprobs is not None:
-                    assert len(output.logprobs.chosen) == len(output.token_ids), "one log-probability for each token"
-                seen.add(output.index)
-                self.tokens[output.index] += output.token_ids
-            elif isinstance(output, Finished):
-                assert self.ends[output.index] is None, "a choice ends once"
-                self.ends[output.index] = output
-
-
-class Session:
-    """A started engine, with all that it tells about itself."""
-
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
-        self.engine = engine
-        self.info = info
-        self.readings: list[Reading] = []
-        self.blocks_at_start: int | None = None
-
-    async def listen(self) -> None:
-        """Keep every reading, until the engine stops."""
-        async for reading in self.engine.readings():
-            self.readings.append(reading)
-            if isinstance(reading, LoadSnapshot) and self.blocks_at_start is None:
-                self.blocks_at_start = reading.used_blocks
-
-    def used_blocks(self) -> int | None:
-        """The blocks that requests hold, as far as the engine has told."""
-        return next((r.used_blocks for r in reversed(self.readings) if isinstance(r, LoadSnapshot)), None)
-
-    def busy(self) -> int:
-        """How many requests the engine has."""
-        progress = self.engine.progress()
-        return progress.running + progress.waiting
-
-    async def as_at_the_start(self, limit_s: float) -> None:
-        """Wait until no request is inside and no block is held that was not held at the start."""
-        await eventually(lambda: not self.busy() and self.used_blocks() == self.blocks_at_start, limit_s)
 
 
 class EngineContract:
@@ -154,7 +99,7 @@ class EngineContract:
                 await session.engine.stop()
                 for stream in streams:
                     with pytest.raises(EngineDead):
-                        await _read_to_the_end(stream)
+                        await read_to_the_end(stream)
                 assert session.busy() == 0
 
         self._run(body())
@@ -213,7 +158,7 @@ class EngineContract:
         async def body() -> None:
             async with self._session() as session:
                 stream = session.engine.submit(self.work(session.info))
-                answer = await _read_to_the_end(stream)
+                answer = await read_to_the_end(stream)
                 assert answer.ends[0] is not None
                 assert await stream.read() == []
                 assert await stream.read() == []
@@ -224,7 +169,7 @@ class EngineContract:
     def test_max_tokens_is_kept_to_the_token(self, tokens: int) -> None:
         async def body() -> None:
             async with self._session() as session:
-                answer = await _read_to_the_end(session.engine.submit(self.work(session.info, tokens=tokens)))
+                answer = await read_to_the_end(session.engine.submit(self.work(session.info, tokens=tokens)))
                 assert len(answer.tokens[0]) == tokens
                 assert answer.ends[0] is not None
                 assert answer.ends[0].reason is FinishReason.LENGTH
@@ -236,7 +181,7 @@ class EngineContract:
             async with self._session() as session:
                 works = [self.work(session.info, seed, length=16 + seed, tokens=40 + seed) for seed in range(12)]
                 streams = [session.engine.submit(work) for work in works]
-                together = await asyncio.gather(*(_read_to_the_end(stream) for stream in streams))
+                together = await asyncio.gather(*(read_to_the_end(stream) for stream in streams))
                 assert [len(answer.tokens[0]) for answer in together] == [40 + seed for seed in range(12)]
                 if self.deterministic:
                     alone = [await self._tokens_of(session, work) for work in works]
@@ -255,7 +200,7 @@ class EngineContract:
                 first = tokens.index(stop)
                 conditions = msgspec.structs.replace(work.stop, stop_token_ids=(stop,))
                 stopped = msgspec.structs.replace(work, stop=conditions, request_id=new_request_id("contract"))
-                answer = await _read_to_the_end(session.engine.submit(stopped))
+                answer = await read_to_the_end(session.engine.submit(stopped))
                 assert answer.tokens[0] in (tokens[:first], tokens[: first + 1])
                 assert answer.ends[0] is not None
                 assert answer.ends[0].reason is FinishReason.STOP
@@ -268,7 +213,7 @@ class EngineContract:
                 if session.engine.capabilities.max_choices < 2:
                     pytest.skip("the engine makes one choice")
                 stream = session.engine.submit(self.work(session.info, tokens=12, choices=2))
-                answer = await _read_to_the_end(stream, choices=2)
+                answer = await read_to_the_end(stream, choices=2)
                 assert [len(tokens) for tokens in answer.tokens] == [12, 12]
                 assert None not in answer.ends
 
@@ -314,7 +259,7 @@ class EngineContract:
             async with self._session() as session:
                 measuring = asyncio.create_task(measure_lag())
                 works = [self.work(session.info, seed, length=64, tokens=64) for seed in range(16)]
-                await asyncio.gather(*(_read_to_the_end(session.engine.submit(work)) for work in works))
+                await asyncio.gather(*(read_to_the_end(session.engine.submit(work)) for work in works))
                 measuring.cancel()
                 assert await measuring < self.lag_limit_s
 
@@ -329,7 +274,7 @@ class EngineContract:
                 stream = session.engine.submit(work)
                 await eventually(lambda: not session.busy(), self.limit_s)
                 await asyncio.sleep(0.05)
-                answer = await _read_to_the_end(stream)
+                answer = await read_to_the_end(stream)
                 assert answer.reads <= 2
                 assert len(answer.tokens[0]) == 100
                 if self.deterministic:
@@ -355,11 +300,11 @@ class EngineContract:
         async def body() -> None:
             async with self._session() as session:
                 far = asyncio.get_running_loop().time() + 3600
-                answer = await _read_to_the_end(session.engine.submit(self.work(session.info)), not_before=far)
+                answer = await read_to_the_end(session.engine.submit(self.work(session.info)), not_before=far)
                 assert len(answer.tokens[0]) == 8
                 work = self._long(session)
                 stream = session.engine.submit(work)
-                reading = asyncio.create_task(_read_to_the_end(stream, not_before=far))
+                reading = asyncio.create_task(read_to_the_end(stream, not_before=far))
                 await eventually(lambda: session.engine.progress().running > 0)
                 await session.engine.abort(work.request_id)
                 with pytest.raises(Cancelled):
@@ -396,7 +341,7 @@ class EngineContract:
                 stream.fail(EngineFailed("second"))
                 await session.engine.abort(work.request_id)
                 with pytest.raises(EngineFailed, match="first"):
-                    await _read_to_the_end(stream)
+                    await read_to_the_end(stream)
                 await session.as_at_the_start(self.limit_s)
 
         self._run(body())
@@ -495,7 +440,7 @@ class EngineContract:
                 stream = session.engine.submit(work)
                 await eventually(lambda: not session.busy(), self.limit_s)
                 await session.engine.abort(work.request_id)
-                answer = await _read_to_the_end(stream)
+                answer = await read_to_the_end(stream)
                 assert len(answer.tokens[0]) == 8
                 await session.engine.abort(work.request_id)
                 assert await stream.read() == []
@@ -544,7 +489,7 @@ class EngineContract:
                 works = [self.work(session.info, seed % 160, size * (4 + seed % 9), tokens=2) for seed in range(240)]
                 for first in range(0, len(works), 30):
                     batch = works[first : first + 30]
-                    await asyncio.gather(*(_read_to_the_end(session.engine.submit(work)) for work in batch))
+                    await asyncio.gather(*(read_to_the_end(session.engine.submit(work)) for work in batch))
                 await session.as_at_the_start(self.limit_s)
                 self._check_kv_events(session)
 
@@ -586,14 +531,14 @@ class EngineContract:
     async def _tokens_of(self, session: Session, work: Work) -> list[int]:
         """Return what `work` gives when it runs alone."""
         again = self.work(session.info, tokens=work.max_tokens, prompt=work.token_ids)
-        answer = await _read_to_the_end(session.engine.submit(again))
+        answer = await read_to_the_end(session.engine.submit(again))
         return answer.tokens[0]
 
     async def _abort(self, session: Session, work: Work, stream: Stream, choices: int = 1) -> None:
         await session.engine.abort(work.request_id)
         for _ in range(2):
             with pytest.raises(Cancelled):
-                await _read_to_the_end(stream, choices)
+                await read_to_the_end(stream, choices)
 
     async def _weather(self, session: Session, numbers: random.Random) -> None:
         """One request of the storm: read to its end, aborted at some time, or aborted after some reads."""
@@ -603,7 +548,7 @@ class EngineContract:
         stream = session.engine.submit(work)
         match numbers.randrange(3):
             case 0:
-                answer = await _read_to_the_end(stream)
+                answer = await read_to_the_end(stream)
                 assert len(answer.tokens[0]) == work.max_tokens
                 return
             case 1:
@@ -626,10 +571,3 @@ class EngineContract:
                     stored.difference_update(reading.block_hashes)
                 case KvCleared():
                     stored.clear()
-
-
-async def _read_to_the_end(stream: Stream, choices: int = 1, not_before: float = 0.0) -> Answer:
-    answer = Answer(choices)
-    while outputs := await stream.read(not_before):
-        answer.add(outputs)
-    return answer

@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo import _core
 
-from baton.errors import BatonError, Cancelled, ConfigError, InvalidRequest, PeerLost
+from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest, PeerLost
 from baton.ports.runtime import Context, ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
 from baton.protocol.ids import new_request_id
@@ -66,6 +66,7 @@ class _Server:
         self._leave_s = leave_s
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     def handle(self, request: Wire, context: _core.Context, response_sender: Sender) -> _Answer:
         """Called by the runtime for every request, in a thread of its own: the work begins in the event loop."""
@@ -97,10 +98,14 @@ class _Server:
         try:
             async with aclosing(self._service.handle(request, context)) as replies:
                 async for reply in replies:
-                    await egress.send(encode(reply))
+                    try:
+                        await egress.send(encode(reply))
+                    except BatonError as failure:
+                        await replies.athrow(failure)  # so that the handler knows why it ends
             egress.close()
         except BaseException as raised:  # noqa: BLE001 - translated, and handed to the runtime below
-            error = to_runtime(raised)
+            leaving = self._closing and isinstance(raised, asyncio.CancelledError)
+            error = to_runtime(Draining("this process is shutting down") if leaving else raised)
         finally:
             context.close()
             egress.release()
@@ -108,7 +113,8 @@ class _Server:
                 end.set_exception(error)
 
     async def aclose(self) -> None:
-        """Cancel what still runs and wait for it."""
+        """Cancel what still runs and wait for it; callers are told to go elsewhere."""
+        self._closing = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -1,0 +1,70 @@
+"""What the engine contract looks at: a started engine with all that it tells, and what its streams yield."""
+
+from baton.ports.engine import Engine, EngineInfo, Stream
+from baton.protocol.events import LoadSnapshot, Reading
+from baton.protocol.outputs import Finished, Output, TokenDelta
+from baton.testing.bounded import eventually
+
+
+class Answer:
+    """What one stream has yielded, checked while it is read."""
+
+    def __init__(self, choices: int = 1) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(choices)]
+        self.ends: list[Finished | None] = [None] * choices
+        self.reads = 0
+
+    def add(self, outputs: list[Output]) -> None:
+        """Take the outputs of one read."""
+        self.reads += 1
+        seen: set[int] = set()
+        for output in outputs:
+            if isinstance(output, TokenDelta):
+                assert output.index not in seen, "one read has at most one delta for each choice"
+                assert output.token_ids, "a delta has tokens"
+                assert self.ends[output.index] is None, "no tokens after the end of a choice"
+                if output.logprobs is not None:
+                    assert len(output.logprobs.chosen) == len(output.token_ids), "one log-probability for each token"
+                seen.add(output.index)
+                self.tokens[output.index] += output.token_ids
+            elif isinstance(output, Finished):
+                assert self.ends[output.index] is None, "a choice ends once"
+                self.ends[output.index] = output
+
+
+class Session:
+    """A started engine, with all that it tells about itself."""
+
+    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+        self.engine = engine
+        self.info = info
+        self.readings: list[Reading] = []
+        self.blocks_at_start: int | None = None
+
+    async def listen(self) -> None:
+        """Keep every reading, until the engine stops."""
+        async for reading in self.engine.readings():
+            self.readings.append(reading)
+            if isinstance(reading, LoadSnapshot) and self.blocks_at_start is None:
+                self.blocks_at_start = reading.used_blocks
+
+    def used_blocks(self) -> int | None:
+        """The blocks that requests hold, as far as the engine has told."""
+        return next((r.used_blocks for r in reversed(self.readings) if isinstance(r, LoadSnapshot)), None)
+
+    def busy(self) -> int:
+        """How many requests the engine has."""
+        progress = self.engine.progress()
+        return progress.running + progress.waiting
+
+    async def as_at_the_start(self, limit_s: float) -> None:
+        """Wait until no request is inside and no block is held that was not held at the start."""
+        await eventually(lambda: not self.busy() and self.used_blocks() == self.blocks_at_start, limit_s)
+
+
+async def read_to_the_end(stream: Stream, choices: int = 1, not_before: float = 0.0) -> Answer:
+    """Read `stream` until it is over. Raises what it failed with."""
+    answer = Answer(choices)
+    while outputs := await stream.read(not_before):
+        answer.add(outputs)
+    return answer
