@@ -112,4 +112,12 @@ _add("frontend", "Start the OpenAI endpoint alone; it finds its workers by disco
 
 def main() -> None:
     """Run the command."""
-    cli()
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(EXIT_CONFIG)
+    except click.Abort:
+        sys.exit(EXIT_FAILED)
+    except click.ClickException as error:
+        sys.exit(_report(f"{' '.join(error.format_message().split())}  (see `baton --help`)", EXIT_CONFIG))

@@ -138,7 +138,16 @@ def load(flags: Mapping[str, object], variables: Mapping[str, str], file: Path |
     try:
         return msgspec.convert(tree, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"bad setting: {error}") from None
+        raise ConfigError(_explain(str(error))) from None
+
+
+def _explain(problem: str) -> str:
+    """Return what is wrong with a value, with the names that its setting goes by."""
+    what, _, place = problem.partition(" - at `$.")
+    for option in options():
+        if option.key == place.rstrip("`"):
+            return f"bad value for {option.key} ({option.flag}, {option.variable}): {what}"
+    return f"bad setting: {problem}"
 
 
 def to_environment(settings: Settings) -> dict[str, str]:

@@ -32,6 +32,7 @@ from baton.protocol.events import LoadSnapshot
 from baton.protocol.requests import GenerateRequest, StopConditions
 from baton.protocol.text import decode_text, encode_text
 from baton.publish.metrics import WorkerMetrics
+from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.signals import stop_on_signals
 
@@ -66,6 +67,7 @@ def run_worker(settings: Settings) -> int:
 async def _main(settings: Settings) -> int:
     stop = stop_on_signals()
     port = settings.system_port or _free_port(settings.system_host)
+    refuse_unusable_address(settings.system_host, port, "--system-host", "--system-port")
     runtime = DynamoRuntime(
         settings.runtime, settings.system_host, port, settings.reader_stall_s, leave_s=settings.abort_s + 1
     )

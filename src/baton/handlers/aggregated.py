@@ -8,7 +8,7 @@ from baton.handlers._stream import relay
 from baton.handlers._work import build_work
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Context
-from baton.protocol.outputs import Chunk
+from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
 
 
@@ -23,6 +23,10 @@ class AggregatedHandler:
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
         with self._desk.open(context, len(request.token_ids)) as call:
+            if request.stop.max_tokens == 0:
+                # The frontend asks so when it moves a request here that had made its last token elsewhere.
+                yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(call.prompt_tokens, 0))
+                return
             work = build_work(request, call.request_id, self._info, self._engine.capabilities, context.trace_headers)
             async with aclosing(relay(self._engine, work, call, self._desk.limits)) as chunks:
                 async for chunk in chunks:

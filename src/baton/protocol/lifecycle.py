@@ -1,6 +1,6 @@
 """The states of a request and the moves between them, as a table.
 
-    received ──► admitted ──► submitted ──► streaming ──► completed
+    received ──► admitted ──► submitted ──► streaming ──► completed   (from admitted on, if nothing is left to do)
         │            │            │             │
         ├────────────┴────────────┴─────────────┴──► failed | cancelled | expired
         └──► refused
@@ -29,7 +29,7 @@ _ENDINGS = frozenset({State.FAILED, State.CANCELLED, State.EXPIRED})
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.RECEIVED: _ENDINGS | {State.ADMITTED, State.REFUSED},
-    State.ADMITTED: _ENDINGS | {State.SUBMITTED, State.REFUSED},
+    State.ADMITTED: _ENDINGS | {State.SUBMITTED, State.REFUSED, State.COMPLETED},
     State.SUBMITTED: _ENDINGS | {State.STREAMING, State.COMPLETED},
     State.STREAMING: _ENDINGS | {State.COMPLETED},
     State.COMPLETED: frozenset(),

@@ -25,7 +25,7 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
     """When to stop. Stop strings are the frontend's work in token format and the worker's in text format."""
 
-    max_tokens: Positive | None = None
+    max_tokens: Count | None = None
     min_tokens: Count | None = None
     stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[TokenId, ...] | None = None

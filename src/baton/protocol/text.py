@@ -47,6 +47,11 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     best_of: Choices | None = None
     echo: bool | None = None
     suffix: str | None = None
+    prompt_logprobs: int | None = None
+    guided_json: object = None
+    guided_regex: str | None = None
+    guided_choice: tuple[str, ...] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: dict[str, object] | None = None
 
@@ -73,10 +78,15 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
             "top_logprobs": self.top_logprobs is not None,
             "response_format": self.response_format not in (None, plain),
             "tools": bool(self.tools),
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "guided_json": self.guided_json is not None,
+            "guided_regex": self.guided_regex is not None,
+            "guided_choice": self.guided_choice is not None,
+            "guided_grammar": self.guided_grammar is not None,
             "echo": bool(self.echo),
             "suffix": bool(self.suffix),
         }
-        return [name for name, is_asked in asked.items() if is_asked]
+        return [*(name for name, is_asked in asked.items() if is_asked), *_media_types(self.messages or ())]
 
     def stop_conditions(self) -> StopConditions:
         """Return when the engine stops; stop strings are matched on the text, after it."""
@@ -87,6 +97,13 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return how tokens are chosen."""
         shared = {name: getattr(self, name) for name in Sampling.__struct_fields__ if name in self.__struct_fields__}
         return Sampling(**shared)
+
+
+def _media_types(messages: tuple[dict[str, object], ...]) -> list[str]:
+    """Return the types of message parts that are not text."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return [str(part.get("type")) for part in parts if part.get("type") != "text"]
 
 
 class TextChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from baton.config import Settings, to_environment
 from baton.errors import BatonError, ConfigError, EngineDead
-from baton.runtimes.dynamo.frontend import refuse_taken_port
+from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.signals import stop_on_signals
 from baton.topology.process import Process
 from baton.topology.ready import wait_for_model
@@ -33,7 +33,7 @@ def run_supervisor(settings: Settings, announce: Callable[[str], None]) -> int:
 
 
 async def _main(settings: Settings, run_dir: Path, announce: Callable[[str], None]) -> int:
-    refuse_taken_port(settings.host, settings.port)
+    refuse_unusable_address(settings.host, settings.port, "--host", "--port")
     if settings.runtime.discovery == "file" and not settings.runtime.directory:
         runtime = msgspec.structs.replace(settings.runtime, directory=str(run_dir / "discovery"))
         settings = msgspec.structs.replace(settings, runtime=runtime)
@@ -49,14 +49,25 @@ async def _main(settings: Settings, run_dir: Path, announce: Callable[[str], Non
     return 0
 
 
+def _open_log_dir(name: str) -> Path | None:
+    """Return the directory for logs, made if need be; None is standard error. Raises ConfigError."""
+    if name == "-":
+        return None
+    directory = Path(name).expanduser()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError as error:
+        raise ConfigError(f"cannot write logs to {name} ({error.strerror}); choose another with --log-dir") from None
+
+
 class Supervisor:
     """Owns the processes of one `baton serve`."""
 
     def __init__(self, settings: Settings, run_dir: Path) -> None:
         self._settings = settings
-        log_dir = None if settings.log_dir == "-" else Path(settings.log_dir).expanduser()
-        if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
+        log_dir = _open_log_dir(settings.log_dir)
         base = to_environment(settings)
 
         def process(name: str, command: str, extra: dict[str, str]) -> Process:

@@ -2,13 +2,12 @@
 
 import asyncio
 import os
-import socket
 from typing import Literal
 
 from dynamo import _core
 
 from baton.errors import ConfigError
-from baton.runtimes.dynamo.listener import set_nodelay
+from baton.runtimes.dynamo.listener import refuse_unusable_address, set_nodelay
 from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 
@@ -53,7 +52,7 @@ class DynamoFrontend:
 
     async def start(self, timeout_s: float = 30.0) -> None:
         """Listen. On return the port answers. Raises ConfigError when the address is taken."""
-        refuse_taken_port(self._host, self._port)
+        refuse_unusable_address(self._host, self._port, "--host", "--port")
         os.environ.update(self._environment)
         await self._runtime.start()
         arguments = _core.EntrypointArgs(
@@ -82,16 +81,3 @@ class DynamoFrontend:
         await self._runtime.shutdown()
         if self._served is not None:
             await asyncio.wait([self._served], timeout=self._drain_s + 5)
-
-
-def refuse_taken_port(host: str, port: int) -> None:
-    """Raise ConfigError if nothing can listen on `host`:`port`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
-            ) from None

@@ -1,12 +1,28 @@
-"""TCP_NODELAY for the frontend's listener: without it the first token of a keep-alive connection waits for 40 ms.
+"""Addresses that the runtime listens on: whether they can be had, and TCP_NODELAY for the frontend's.
 
+Without that option the first token of a keep-alive connection waits for 40 ms.
 The runtime does not set the option and does not give out its socket; accepted connections inherit it from the listener
 on Linux, so it is enough to find the listening descriptor of this process by its port.
 """
 
+import errno
 import os
 import socket
 from pathlib import Path
+
+from baton.errors import ConfigError
+
+
+def refuse_unusable_address(host: str, port: int, host_flag: str, port_flag: str) -> None:
+    """Raise ConfigError if nothing can listen on `host`:`port`, naming the flag that mends it."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}") from None
 
 
 def set_nodelay(port: int) -> bool:

@@ -16,6 +16,7 @@ from baton.protocol.ids import new_request_id
 from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.egress import Egress, Sender
 from baton.runtimes.dynamo.errors import from_runtime, to_runtime
+from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.options import RuntimeOptions, discovery_directory, environment
 from baton.runtimes.dynamo.reach import check_services
 
@@ -263,6 +264,7 @@ class DynamoRuntime:
         options = self._options
         if options.discovery == "file":
             discovery_directory(options).mkdir(parents=True, exist_ok=True)
+        refuse_unusable_address(options.bind, 0, "--runtime-bind", "--runtime-bind")
         await check_services(options)
         os.environ.update(self._environment)
         loop = asyncio.get_running_loop()

@@ -1,0 +1,252 @@
+"""What the command says to a person: help, and one line for each mistake that says what to change."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.harness import BATON, environment, free_ports
+
+pytestmark = pytest.mark.e2e
+
+COMMANDS = ("serve", "worker", "frontend")
+
+
+def baton(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run the command until it ends; it has 20 s, most of which is for a slow machine."""
+    return subprocess.run(
+        [BATON, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        env=environment(settings),
+        check=False,
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Check that the command said in one line what is wrong, and nothing else."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("baton: ")
+    for word in words:
+        assert word in lines[0]
+
+
+def place(command: str, directory: Path) -> tuple[str, ...]:
+    """Return the flags that keep a `baton serve` out of the way of others."""
+    return ("--port", str(free_ports(1)), "--log-dir", str(directory / "logs")) if command == "serve" else ()
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.socket() as listener:
+        port = free_ports(1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        yield port
+
+
+def test_help_names_the_commands_and_every_command_its_settings() -> None:
+    done = baton("--help")
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in COMMANDS)
+    for command, flags in {
+        "serve": ("--engine", "--port", "--workers", "--config", "--drain-s", "--echo-pace-ms"),
+        "worker": ("--engine", "--system-port", "--runtime-discovery"),
+        "frontend": ("--port", "--router", "--migrations"),
+    }.items():
+        done = baton(command, "--help")
+        assert done.returncode == 0
+        assert all(flag in done.stdout for flag in flags)
+        assert done.stderr == ""
+
+
+def test_version() -> None:
+    done = baton("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("baton, version ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"a: [1", "not valid YAML"),
+        (b"\xff\xfe", "not valid YAML"),
+        (b"- 1", "mapping"),
+        (b"frobnicate: 1", "frobnicate"),
+        (b"echo: {frobnicate: 1}", "echo.frobnicate"),
+        (b"runtime: 3", "runtime"),
+        (b"namespace: 3", "namespace"),
+        (b"deadline_s: many", "deadline_s"),
+        (b"deadline_s: -1", "deadline_s"),
+        (b"log_level: loud", "log_level"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, command: str, content: bytes, word: str) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_bytes(content)
+    assert_refused(baton(command, "--config", str(file)), word)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_file_is_refused(tmp_path: Path, command: str) -> None:
+    assert_refused(baton(command, "--config", str(tmp_path / "none.yaml")), "none.yaml")
+    assert_refused(baton(command, "--config", str(tmp_path)), str(tmp_path))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_variable_is_refused(command: str) -> None:
+    assert_refused(baton(command, BATON_FROBNICATE="1"), "BATON_FROBNICATE", "--help")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("variable", "value", "word"),
+    [
+        ("BATON_DEADLINE_S", "soon", "deadline_s"),
+        ("BATON_PORT", "99999", "port"),
+        ("BATON_ROUTER", "psychic", "router"),
+        ("BATON_ECHO_FAULTS", "perhaps", "faults"),
+    ],
+)
+def test_a_wrong_variable_is_refused(command: str, variable: str, value: str, word: str) -> None:
+    assert_refused(baton(command, **{variable: value}), word)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("serve", "--port", "many"), "port"),
+        (("serve", "--port", "-5"), "port"),
+        (("frontend", "--port", "65536"), "port"),
+        (("worker", "--system-port", "40000"), "system_port"),
+        (("serve", "--workers", "0"), "workers"),
+        (("serve", "--deadline-s", "0"), "deadline_s"),
+        (("worker", "--deadline-s", "nan"), "deadline_s"),
+        (("frontend", "--namespace", "A b"), "namespace"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_value_is_refused(arguments: tuple[str, ...], word: str) -> None:
+    assert_refused(baton(*arguments), word)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("serve", "--frobnicate"), "--frobnicate"),
+        (("worker", "--accepts", "everything"), "--accepts"),
+        (("frontend", "--router", "psychic"), "--router"),
+        (("frontend", "--port"), "--port"),
+        (("conduct",), "conduct"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_flag_is_refused(arguments: tuple[str, ...], word: str) -> None:
+    assert_refused(baton(*arguments), word)
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_an_unknown_engine_is_refused(tmp_path: Path, command: str) -> None:
+    assert_refused(baton(command, "--engine", "steam", *place(command, tmp_path)), "steam", "echo")
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_missing_model_directory_is_refused(tmp_path: Path, command: str) -> None:
+    port = place(command, tmp_path)
+    assert_refused(baton(command, "--model", str(tmp_path / "none"), *port), "none", "does not exist")
+    assert_refused(baton(command, "--model", str(tmp_path), *port), "config.json")
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_model_directory_with_a_broken_configuration_is_refused(tmp_path: Path, command: str) -> None:
+    port = place(command, tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert_refused(baton(command, "--model", str(tmp_path), *port), "config.json")
+
+
+@pytest.mark.parametrize("command", ["serve", "frontend"])
+def test_a_taken_port_is_refused(command: str, taken_port: int) -> None:
+    assert_refused(baton(command, "--port", str(taken_port)), str(taken_port), "--port")
+
+
+@pytest.mark.parametrize("command", ["serve", "frontend"])
+def test_an_address_that_is_not_ours_is_refused(command: str) -> None:
+    assert_refused(baton(command, "--host", "192.0.2.1", "--port", str(free_ports(1))), "192.0.2.1")
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_taken_system_port_is_refused(tmp_path: Path, command: str, taken_port: int) -> None:
+    port = place(command, tmp_path)
+    directory = {"BATON_RUNTIME_DIRECTORY": str(tmp_path / "discovery")}
+    process = subprocess.Popen(
+        [BATON, command, "--system-port", str(taken_port), *port],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(directory),
+    )
+    try:
+        output, errors = process.communicate(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.communicate(timeout=30)
+        pytest.fail("it runs")
+    assert_refused(
+        subprocess.CompletedProcess([], process.returncode, output, errors), str(taken_port), "--system-port"
+    )
+
+
+def test_a_log_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert_refused(
+        baton("serve", "--port", str(free_ports(1)), "--log-dir", str(tmp_path / "file" / "logs")), "--log-dir"
+    )
+
+
+def test_an_address_for_workers_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    directory = {"BATON_RUNTIME_DIRECTORY": str(tmp_path)}
+    assert_refused(baton("worker", "--runtime-bind", "192.0.2.1", **directory), "192.0.2.1", "--runtime-bind")
+
+
+@pytest.mark.parametrize("command", ["worker", "frontend"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"BATON_RUNTIME_DISCOVERY": "etcd", "BATON_RUNTIME_ETCD": "http://127.0.0.1:9"},
+        {"BATON_RUNTIME_REQUESTS": "nats", "BATON_RUNTIME_NATS": "nats://127.0.0.1:9"},
+    ],
+    ids=["etcd", "nats"],
+)
+def test_a_service_that_cannot_be_reached_is_named(command: str, settings: dict[str, str]) -> None:
+    port = {"BATON_PORT": str(free_ports(1))}
+    assert_refused(baton(command, **settings, **port), "127.0.0.1:9")
+
+
+def test_flags_win_over_variables_and_variables_over_the_file(tmp_path: Path, taken_port: int) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text("port: 1\n")
+    chosen = baton("frontend", "--config", str(file), "--port", str(taken_port), BATON_PORT="2")
+    assert_refused(chosen, str(taken_port))
+    assert_refused(baton("frontend", "--config", str(file), BATON_PORT=str(taken_port)), str(taken_port))
+    file.write_text(f"port: {taken_port}\n")
+    assert_refused(baton("frontend", "--config", str(file)), str(taken_port))
+
+
+def test_python_m_baton_is_the_same_command() -> None:
+    python = os.path.join(os.path.dirname(BATON), "python")
+    done = subprocess.run(
+        [python, "-m", "baton", "--version"], capture_output=True, text=True, timeout=20, env=environment(), check=False
+    )
+    assert done.stdout.startswith("baton, version ")
