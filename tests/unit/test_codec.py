@@ -186,7 +186,7 @@ def test_a_key_that_looks_like_our_own_does_not_break_forwarding(place: str) -> 
         ({"token_ids": [2**32]}, "$.token_ids[0]"),
         ({"token_ids": [True]}, "$.token_ids[0]"),
         ({"token_ids": [1], "model": 5}, "$.model"),
-        ({"token_ids": [1], "stop_conditions": {"max_tokens": 0}}, "$.stop_conditions.max_tokens"),
+        ({"token_ids": [1], "stop_conditions": {"max_tokens": -1}}, "$.stop_conditions.max_tokens"),
         ({"token_ids": [1], "stop_conditions": []}, "$.stop_conditions"),
         ({"token_ids": [1], "sampling_options": {"n": 0}}, "$.sampling_options.n"),
         ({"token_ids": [1], "sampling_options": {"temperature": -0.1}}, "$.sampling_options.temperature"),

@@ -95,6 +95,18 @@ def test_the_last_chunk_carries_the_reason_and_the_usage() -> None:
     run_bounded(body())
 
 
+def test_a_request_that_was_moved_here_with_nothing_left_to_do_just_ends() -> None:
+    async def body() -> None:
+        bench = Bench(ScriptedEngine([]))
+        request = GenerateRequest(token_ids=(1, 2, 3), stop=StopConditions(max_tokens=0))
+        chunks = [chunk async for chunk in bench.handler.generate(request, bench.context)]
+        assert chunks == [Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(3, 0))]
+        assert bench.engine.submitted == []
+        assert bench.ended() == (State.COMPLETED, None)
+
+    run_bounded(body())
+
+
 def test_an_answer_that_ends_well_is_not_aborted() -> None:
     async def body() -> None:
         bench = Bench(ScriptedEngine([TokenDelta([5]), END]))
