@@ -6,6 +6,7 @@ other, so that what else happens on the machine touches all of them alike. Speed
 
 import argparse
 import dataclasses
+import io
 import pstats
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+import baton
 import baton
 from baton.bench.load import OPEN_LINE, LoadResult, LoadSpec, raise_descriptor_limit
 from baton.bench.report import to_markdown
@@ -212,8 +214,10 @@ def write_profile(plan: Plan, out: Path) -> None:
         if not files:
             raise SystemFailed("the worker left no profile")
         out.mkdir(parents=True, exist_ok=True)
-        with (out / "path-profile.txt").open("w") as text:
-            pstats.Stats(*files, stream=text).sort_stats("tottime").print_stats(PROFILE_LINES)
+        text = io.StringIO()
+        pstats.Stats(*files, stream=text).sort_stats("tottime").print_stats(PROFILE_LINES)
+        table = text.getvalue().partition("\n\n")[2]  # its first paragraph is where the file lay
+        (out / "path-profile.txt").write_text(table.replace(f"{Path(baton.__file__).parents[1]}/", ""))
 
 
 def parse_plan(options: argparse.Namespace) -> Plan:
