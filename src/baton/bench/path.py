@@ -23,7 +23,6 @@ import msgspec
 import psutil
 
 import baton
-import baton
 from baton.bench.load import OPEN_LINE, LoadResult, LoadSpec, raise_descriptor_limit
 from baton.bench.report import to_markdown
 from baton.bench.results import Cell, Kind, Results, describe_run, source_digest
