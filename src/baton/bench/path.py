@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import io
 import pstats
+import re
 import signal
 import subprocess
 import sys
@@ -216,7 +217,7 @@ def write_profile(plan: Plan, out: Path) -> None:
         text = io.StringIO()
         pstats.Stats(*files, stream=text).sort_stats("tottime").print_stats(PROFILE_LINES)
         table = text.getvalue().partition("\n\n")[2]  # its first paragraph is where the file lay
-        (out / "path-profile.txt").write_text(table.replace(f"{Path(baton.__file__).parents[1]}/", ""))
+        (out / "path-profile.txt").write_text(re.sub(r"/\S*/(?=baton/|site-packages/|lib/python)", "", table))
 
 
 def parse_plan(options: argparse.Namespace) -> Plan:
