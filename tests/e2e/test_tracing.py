@@ -67,7 +67,8 @@ def test_two_requests_of_one_trace_run_side_by_side(serve: Serve) -> None:
 def test_a_request_without_a_trace_gets_one(serve: Serve) -> None:
     serve.client().chat.completions.create(model="echo", messages=[{"role": "user", "content": "no trace of me"}])
     eventually(
-        lambda: re.search(r"prompt=14 .* trace=[0-9a-f]{32}\n", serve.log_of("worker-0")), what="a trace id of its own"
+        lambda: re.search(r"prompt=14 .* trace=[0-9a-f]{32} client=-", serve.log_of("worker-0")),
+        what="a trace id of its own",
     )
 
 
@@ -91,3 +92,12 @@ def test_the_request_id_of_the_client_is_kept(serve: Serve) -> None:
     eventually(lambda: "my-own-id-7" in serve.log_of("frontend"), what="the id in the frontend's log")
     entries = [json.loads(line) for line in serve.log_of("frontend").splitlines() if "my-own-id-7" in line]
     assert {entry["x_request_id"] for entry in entries} == {"my-own-id-7"}
+
+
+def test_the_clients_own_request_id_reaches_the_worker(serve: Serve) -> None:
+    serve.client().chat.completions.create(
+        model="echo",
+        messages=[{"role": "user", "content": "it is me"}],
+        extra_headers={"x-request-id": "my-own-id-8"},
+    )
+    eventually(lambda: "client=my-own-id-8" in serve.log_of("worker-0"), what="the client's id in the worker's log")

@@ -123,4 +123,4 @@ def test_a_request_has_one_line_at_info_and_a_probe_none(caplog: pytest.LogCaptu
         metrics.finished(record(role="canary"))
     [line] = caplog.messages
     assert line.startswith("me.1 aggregated failed error=engine_failed")
-    assert line.endswith("trace=abc")
+    assert line.endswith("trace=abc client=-")

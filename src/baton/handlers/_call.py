@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -48,20 +48,21 @@ class Call:
         self.started_at = time.perf_counter()
         self.first_output_at: float | None = None
 
-    def record(self, role: str, state: State, error: BaseException | None, trace_id: str | None) -> RequestRecord:
-        """Return what is worth remembering of the request, now that it has ended in `state`."""
+    def record(self, role: str, error: BaseException | None, headers: Mapping[str, str]) -> RequestRecord:
+        """Return what is worth remembering of the request, now that it has ended."""
         first = self.first_output_at
         return RequestRecord(
             request_id=self.request_id,
             role=role,
-            state=state,
+            state=self.lifecycle.state,
             error_code=error.code if isinstance(error, BatonError) else type(error).__name__ if error else None,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens or 0,
             completion_tokens=self.completion_tokens,
             first_output_s=None if first is None else first - self.started_at,
             duration_s=time.perf_counter() - self.started_at,
-            trace_id=trace_id,
+            trace_id=_trace_id(headers),
+            client_id=headers.get("x-request-id"),
         )
 
 
@@ -105,8 +106,7 @@ class Desk:
         finally:
             call.scope.close()
             self.gate.leave(call.scope)
-            trace_id = _trace_id(context)
-            self._observer.finished(call.record(self._role, call.lifecycle.state, error, trace_id))
+            self._observer.finished(call.record(self._role, error, context.trace_headers))
 
     def _arm(self, call: Call, context: Context) -> None:
         deadline_s = self.limits.deadline_s
@@ -130,6 +130,6 @@ def _ending(error: BaseException, state: State) -> State:
             return State.FAILED
 
 
-def _trace_id(context: Context) -> str | None:
-    parts = context.trace_headers.get("traceparent", "").split("-")
+def _trace_id(headers: Mapping[str, str]) -> str | None:
+    parts = headers.get("traceparent", "").split("-")
     return parts[1] if len(parts) == 4 else None

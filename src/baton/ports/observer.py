@@ -21,6 +21,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     first_output_s: float | None
     duration_s: float
     trace_id: str | None
+    client_id: str | None = None
 
 
 class Observer(Protocol):
