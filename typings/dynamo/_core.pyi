@@ -72,7 +72,6 @@ class WorkerType:
 class RouterMode:
     RoundRobin: RouterMode
     Random: RouterMode
-    KV: RouterMode
 
 class RouterConfig:
     def __init__(self, mode: RouterMode) -> None: ...
