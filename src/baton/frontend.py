@@ -31,6 +31,7 @@ async def _main(settings: Settings) -> int:
         settings.drain_s,
         backend_timeout_s=settings.deadline_s + settings.drain_s,
     )
+    beating = asyncio.create_task(beat(stop.set), name="heartbeat")
     try:
         await frontend.start()
         log.info("listening on http://%s:%d", settings.host, settings.port)
@@ -43,15 +44,15 @@ async def _main(settings: Settings) -> int:
         return 1
     finally:
         await frontend.stop()
+        beating.cancel()
     return 0
 
 
 async def _until_stopped(frontend: DynamoFrontend, stop: asyncio.Event) -> None:
     ended = asyncio.create_task(frontend.wait())
     stopping = asyncio.create_task(stop.wait())
-    beating = asyncio.create_task(beat(stop.set))
     await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
-    for task in (ended, stopping, beating):
+    for task in (ended, stopping):
         task.cancel()
     if not stop.is_set():
         raise EngineDead("the frontend has ended by itself")

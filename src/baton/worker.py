@@ -174,7 +174,8 @@ class Worker:
 
         async def on_change(healthy: bool, problem: str) -> None:
             self._set_healthy(healthy)
-            await (endpoint.restore() if healthy else endpoint.withdraw())
+            # A worker that cannot leave discovery, or come back, is of no use: the failure ends it.
+            await asyncio.wait_for(endpoint.restore() if healthy else endpoint.withdraw(), LAST_WORDS_S)
 
         canary = Canary(
             lambda: self._probe(info),

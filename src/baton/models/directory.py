@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import tokenizers
 
 from baton.errors import ConfigError
 
@@ -34,6 +35,11 @@ def resolve_model(model: str) -> Path:
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             raise ConfigError(f"model directory {model!r} has no {name}")
+    read_config(directory)
+    try:
+        tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises plain Exception; unread, the frontend would wait for it in vain
+        raise ConfigError(f"cannot read {directory / 'tokenizer.json'}: {error}") from error
     return directory.resolve()
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from dynamo import _core
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineDead
 from baton.runtimes.dynamo.listener import refuse_unusable_address, set_nodelay
 from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.runtimes.dynamo.runtime import DynamoRuntime
@@ -62,13 +62,16 @@ class DynamoFrontend:
             migration_limit=self._migrations,
             namespace=self._namespace,
         )
-        engine = await _core.make_engine(self._runtime.raw, arguments)
-        self._served = asyncio.ensure_future(_core.run_input(self._runtime.raw, "http", engine))
-        async with asyncio.timeout(timeout_s):
-            while not set_nodelay(self._port):
-                if self._served.done():
-                    raise ConfigError(f"the frontend cannot listen on {self._host}:{self._port}")
-                await asyncio.sleep(0.01)
+        try:
+            async with asyncio.timeout(timeout_s):
+                engine = await _core.make_engine(self._runtime.raw, arguments)
+                self._served = asyncio.ensure_future(_core.run_input(self._runtime.raw, "http", engine))
+                while not set_nodelay(self._port):
+                    if self._served.done():
+                        raise ConfigError(f"the frontend cannot listen on {self._host}:{self._port}")
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise EngineDead(f"the frontend did not listen within {timeout_s:g} s") from None
 
     async def wait(self) -> None:
         """Wait until the frontend ends by itself, which it does only when something is wrong."""

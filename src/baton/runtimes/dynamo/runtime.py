@@ -79,9 +79,9 @@ class _Server:
         try:
             decoded = self._service.decode(request)
         except DecodeError as error:
-            end.set_exception(to_runtime(InvalidRequest(str(error))))
+            _finish(end, to_runtime(InvalidRequest(str(error))))
         except Exception as error:  # noqa: BLE001 - translated, and handed to the runtime
-            end.set_exception(to_runtime(error))
+            _finish(end, to_runtime(error))
         else:
             task = self._loop.create_task(self._answer(decoded, context, sender, end))
             self._tasks.add(task)
@@ -110,8 +110,7 @@ class _Server:
         finally:
             context.close()
             egress.release()
-            if not end.done():
-                end.set_exception(error)
+            _finish(end, error)
 
     async def aclose(self) -> None:
         """Cancel what still runs and wait for it; callers are told to go elsewhere."""
@@ -120,6 +119,12 @@ class _Server:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=SHUTDOWN_S)
+
+
+def _finish(end: asyncio.Future[None], error: BaseException) -> None:
+    """End an answer, unless the runtime has dropped it because its caller left."""
+    if not end.done():
+        end.set_exception(error)
 
 
 class DynamoEndpoint:
@@ -142,18 +147,21 @@ class DynamoEndpoint:
         model_type = surfaces[0]
         for surface in surfaces[1:]:
             model_type = model_type | surface
-        await _core.register_model(
-            _INPUTS[card.accepts],
-            model_type,
-            self._raw,
-            card.directory,
-            card.name,
-            worker_type=_WORKER_TYPES[card.worker_type],
-            kv_cache_block_size=card.block_size,
-            runtime_config=_runtime_config(card),
-            needs=[[_WORKER_TYPES[name] for name in group] for group in card.needs] or None,
-            skip_model_assets=card.accepts == "text",
-        )
+        try:
+            await _core.register_model(
+                _INPUTS[card.accepts],
+                model_type,
+                self._raw,
+                card.directory,
+                card.name,
+                worker_type=_WORKER_TYPES[card.worker_type],
+                kv_cache_block_size=card.block_size,
+                runtime_config=_runtime_config(card),
+                needs=[[_WORKER_TYPES[name] for name in group] for group in card.needs] or None,
+                skip_model_assets=card.accepts == "text",
+            )
+        except Exception as error:
+            raise ConfigError(f"cannot announce the model in {card.directory}: {error}") from error
 
     async def withdraw(self) -> None:
         """See `Endpoint.withdraw`."""
@@ -284,12 +292,17 @@ class DynamoRuntime:
         return endpoint
 
     async def _until_listed(self, raw: _core.Endpoint, endpoint: DynamoEndpoint) -> None:
-        client = await raw.client()
-        async with asyncio.timeout(SERVE_S):
-            while endpoint.instance_id not in client.instance_ids():
-                if endpoint.served.done():
-                    endpoint.served.result()
-                await asyncio.sleep(0.005)
+        try:
+            async with asyncio.timeout(SERVE_S):
+                client = await raw.client()
+                while endpoint.instance_id not in client.instance_ids():
+                    if endpoint.served.done():
+                        endpoint.served.result()
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            raise ConfigError(f"discovery has not listed this worker within {SERVE_S:g} s") from None
+        except Exception as error:
+            raise ConfigError(f"cannot serve: {error}") from error
 
     async def client(self, path: str) -> DynamoClient:
         """See `Runtime.client`."""
