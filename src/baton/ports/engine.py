@@ -4,11 +4,13 @@ A handler owns the request; an adapter owns the engine. `baton.testing.EngineCon
 """
 
 import enum
+from array import array
 from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
 import msgspec
 
+from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import Reading
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
@@ -56,6 +58,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     total_blocks: int
     max_running: int
     eos_token_ids: tuple[int, ...] = ()
+    embedding_size: int | None = None
     handoff_host: str | None = None
     handoff_port: int | None = None
 
@@ -75,6 +78,14 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int | None = None
     lora_name: str | None = None
     cache_salt: str | None = None
+    trace_headers: Mapping[str, str] = {}
+
+
+class EmbedWork(msgspec.Struct, frozen=True, kw_only=True):
+    """Texts to embed, as tokens. Limits have been checked."""
+
+    request_id: RequestId
+    inputs: tuple[tuple[int, ...], ...]
     trace_headers: Mapping[str, str] = {}
 
 
@@ -126,6 +137,20 @@ class Engine(Protocol):
         """Stop a request in any phase. Returns when the engine will no longer touch its memory.
 
         Idempotent; an unknown or finished id is no error. The stream ends with Cancelled unless it ended before.
+        """
+
+    async def embed(self, work: EmbedWork) -> list[array[float]]:
+        """Return one vector of 32-bit floats for each input. Cancelling the call takes the work back.
+
+        Raises InvalidRequest for tokens the model does not have, Unsupported from an engine that does not embed,
+        and EngineDead.
+        """
+
+    async def control(self, verb: Verb) -> Outcome:
+        """Do what an operator asks, between two steps; calls are done one after the other.
+
+        Raises Unsupported for a verb, a tag or a source that `capabilities` do not list, InvalidRequest when it
+        cannot be done as asked (then nothing has changed), and EngineDead. Cancelling the call does not undo it.
         """
 
     def readings(self) -> AsyncGenerator[Reading, None]:

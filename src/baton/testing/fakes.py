@@ -1,12 +1,14 @@
 """Small fakes for tests of what sits around an engine: one that plays a script, and an observer that remembers."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from baton.errors import BatonError, Cancelled, EngineDead
-from baton.ports.engine import Capabilities, Engine, EngineInfo, Progress, Work
+from baton.errors import BatonError, Cancelled, EngineDead, Unsupported
+from baton.ports.engine import Capabilities, EmbedWork, Engine, EngineInfo, Progress, Work
 from baton.ports.observer import RequestRecord
+from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import Finished, HandoffReady, Output, TokenDelta
@@ -97,6 +99,14 @@ class ScriptedEngine:
         for reading in self.readings_to_give:
             yield reading
         await self._stopped.wait()
+
+    async def embed(self, work: EmbedWork) -> list[array[float]]:
+        """See `Engine.embed`."""
+        raise Unsupported("the scripted engine does not embed")
+
+    async def control(self, verb: Verb) -> Outcome:
+        """See `Engine.control`."""
+        raise Unsupported("the scripted engine has nothing to control")
 
     def progress(self) -> Progress:
         """See `Engine.progress`."""

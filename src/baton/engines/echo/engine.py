@@ -7,6 +7,7 @@ Choice i starts i tokens further on. Blocks are reserved for the whole answer at
 import asyncio
 import itertools
 import re
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import NamedTuple
 
 from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold
 from baton.engines.echo.options import EchoOptions
-from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest
+from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
-from baton.ports.engine import Capabilities, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress, Work
+from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import KvRemoved, KvStored, LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import FinishReason, Logprobs, TopLogprob
@@ -174,6 +176,14 @@ class EchoEngine:
         if running is not None:
             self._remove(running)
             running.stream.fail(Cancelled("aborted"))
+
+    async def embed(self, work: EmbedWork) -> list[array[float]]:
+        """See `Engine.embed`."""
+        raise Unsupported("the echo engine does not embed")
+
+    async def control(self, verb: Verb) -> Outcome:
+        """See `Engine.control`."""
+        raise Unsupported("the echo engine has nothing to control")
 
     def progress(self) -> Progress:
         """See `Engine.progress`."""

@@ -4,23 +4,12 @@ A block is named by the hash of its tokens and of everything before them. Blocks
 their room is needed, oldest first. Pure and synchronous.
 """
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from baton.block_hash import block_hashes
+
 BLOCK = 16
-
-
-def block_hashes(token_ids: Sequence[int], salt: str | None) -> list[int]:
-    """Return the chained content hashes of the full blocks of `token_ids`, as signed 64-bit numbers."""
-    hashes: list[int] = []
-    parent = (salt or "").encode()
-    for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
-        content = array("I", token_ids[start : start + BLOCK]).tobytes()
-        parent = hashlib.blake2b(parent + content, digest_size=8).digest()
-        hashes.append(int.from_bytes(parent, "little", signed=True))
-    return hashes
 
 
 class Hold:
@@ -57,7 +46,7 @@ class BlockLedger:
 
     def take(self, token_ids: Sequence[int], tokens: int, salt: str | None) -> Hold | None:
         """Hold blocks for `tokens` tokens that begin with `token_ids`, or return None if there are not enough now."""
-        named = block_hashes(token_ids, salt)
+        named = block_hashes(token_ids, BLOCK, salt)
         cached = 0
         while cached < len(named) and (named[cached] in self._held or named[cached] in self._kept):
             cached += 1

@@ -1,0 +1,1 @@
+"""The built-in engine: real models on any machine, with paged KV, continuous batching and prefix reuse."""

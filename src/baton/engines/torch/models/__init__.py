@@ -1,0 +1,1 @@
+"""Model code of the built-in engine."""

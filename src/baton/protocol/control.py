@@ -1,0 +1,144 @@
+"""What an operator can ask of a running engine: a tagged union of verbs, and what came of one."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Rank = Annotated[int, Meta(ge=0)]
+
+
+class ReleaseMemory(msgspec.Struct, frozen=True, kw_only=True, tag="release_memory", forbid_unknown_fields=True):
+    """Give the memory of these tags back to the machine; requests wait until all of it has been resumed."""
+
+    tags: tuple[Name, ...]
+
+
+class ResumeMemory(msgspec.Struct, frozen=True, kw_only=True, tag="resume_memory", forbid_unknown_fields=True):
+    """Take the memory of these tags again, in as many stages as the caller likes."""
+
+    tags: tuple[Name, ...]
+
+
+class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause", forbid_unknown_fields=True):
+    """Stop stepping. Running requests are ended (abort), go back to the queue (retract), or stay in place (keep)."""
+
+    mode: Literal["abort", "retract", "keep"] = "abort"
+
+
+class Continue(msgspec.Struct, frozen=True, kw_only=True, tag="continue", forbid_unknown_fields=True):
+    """Step again after a pause."""
+
+
+class ClearCache(msgspec.Struct, frozen=True, kw_only=True, tag="clear_cache", forbid_unknown_fields=True):
+    """Forget every block that could be reused."""
+
+
+class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag="start_profile", forbid_unknown_fields=True):
+    """Begin to record where the time goes; by itself it ends after `steps` steps, if given."""
+
+    directory: Name
+    steps: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+
+
+class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag="stop_profile", forbid_unknown_fields=True):
+    """End the recording and write it out."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor by name, as the model's own files name it."""
+
+    name: Name
+    dtype: Literal["float32", "bfloat16", "float16"]
+    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+
+
+class FromDisk(msgspec.Struct, frozen=True, kw_only=True, tag="disk", forbid_unknown_fields=True):
+    """Weights in a model directory."""
+
+    path: Name
+
+
+class InlineTensor(TensorSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor with its bytes, little-endian and in row order; base64 in JSON."""
+
+    data: bytes
+
+
+class FromTensors(msgspec.Struct, frozen=True, kw_only=True, tag="tensors", forbid_unknown_fields=True):
+    """Weights in the request itself."""
+
+    tensors: tuple[InlineTensor, ...]
+
+
+class SharedTensor(TensorSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor inside a shared-memory segment."""
+
+    offset: Annotated[int, Meta(ge=0)]
+
+
+class FromSharedMemory(msgspec.Struct, frozen=True, kw_only=True, tag="shared_memory", forbid_unknown_fields=True):
+    """Weights in a POSIX shared-memory segment of this machine; its owner keeps it until the update has returned."""
+
+    segment: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,200}$")]
+    tensors: tuple[SharedTensor, ...]
+
+
+class FromGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group", forbid_unknown_fields=True):
+    """Weights that rank 0 of a process group broadcasts, tensor by tensor, in this order."""
+
+    group: Name
+    tensors: tuple[TensorSpec, ...]
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
+
+
+WeightSource = FromDisk | FromTensors | FromSharedMemory | FromGroup
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag="update_weights", forbid_unknown_fields=True):
+    """Put new weights in place, all or none. Requests that run are retracted and go on with the new weights."""
+
+    source: WeightSource
+    version: Name
+
+
+class JoinGroup(msgspec.Struct, frozen=True, kw_only=True, tag="join_group", forbid_unknown_fields=True):
+    """Join a process group that weights will come through; returns when every rank is there."""
+
+    group: Name
+    host: Name
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    rank: Rank
+    size: Annotated[int, Meta(ge=2)]
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
+
+
+class LeaveGroup(msgspec.Struct, frozen=True, kw_only=True, tag="leave_group", forbid_unknown_fields=True):
+    """Leave a process group."""
+
+    group: Name
+
+
+Verb = (
+    ReleaseMemory
+    | ResumeMemory
+    | Pause
+    | Continue
+    | ClearCache
+    | StartProfile
+    | StopProfile
+    | UpdateWeights
+    | JoinGroup
+    | LeaveGroup
+)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What came of a verb; only what it changed is set."""
+
+    message: str
+    weight_version: str | None = None
+    path: str | None = None
+    requests: int | None = None
+    released: tuple[str, ...] | None = None
