@@ -71,10 +71,11 @@ class OutputStream:
         index: int = 0,
         stop_reason: int | str | None = None,
         cached_tokens: int | None = None,
+        prompt_logprobs: Logprobs | None = None,
     ) -> None:
         """End a choice; with the last one the stream ends."""
         if not self.ended:
-            self._finished.append(Finished(reason, index, stop_reason, cached_tokens))
+            self._finished.append(Finished(reason, index, stop_reason, cached_tokens, prompt_logprobs))
             self._open -= 1
             self._wake()
 

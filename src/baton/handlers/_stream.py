@@ -10,7 +10,7 @@ from baton.handlers._call import Call, Limits
 from baton.ports.engine import Engine, Work
 from baton.protocol.ids import RequestId
 from baton.protocol.lifecycle import State
-from baton.protocol.outputs import Chunk, Finished, HandoffReady, Output, TokenDelta, Usage
+from baton.protocol.outputs import Chunk, Finished, HandoffReady, Logprobs, Output, TokenDelta, Usage
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +39,14 @@ async def relay(engine: Engine, work: Work, call: Call, limits: Limits) -> Async
                 call.first_output_at = time.perf_counter()
                 call.lifecycle.advance(State.STREAMING)
             open_choices -= sum(type(output) is Finished for output in outputs)
-            for chunk in _chunks(outputs, call, last=not open_choices):
+            for chunk in _chunks(outputs, work, call, last=not open_choices):
                 yield chunk
     finally:
         if open_choices:
             await _abort(engine, work.request_id, limits.abort_s)
 
 
-def _chunks(outputs: list[Output], call: Call, last: bool) -> list[Chunk]:
+def _chunks(outputs: list[Output], work: Work, call: Call, last: bool) -> list[Chunk]:
     """Return one chunk for each choice that has something to say; usage is on the very last one."""
     deltas: dict[int, TokenDelta] = {}
     ends: list[Finished] = []
@@ -66,9 +66,23 @@ def _chunks(outputs: list[Output], call: Call, last: bool) -> list[Chunk]:
         delta = deltas.pop(end.index, None)
         usage = _usage(call) if last and end is ends[-1] else None
         tokens, logprobs = (delta.token_ids, delta.logprobs) if delta else ([], None)
-        chunks.append(Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage))
+        prompt = None if end.prompt_logprobs is None else _by_token(work.token_ids, end.prompt_logprobs)
+        chunks.append(
+            Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage, prompt_logprobs=prompt)
+        )
     chunks[:0] = [Chunk(delta.token_ids, delta.index, delta.logprobs) for delta in deltas.values()]
     return chunks
+
+
+def _by_token(prompt: tuple[int, ...], logprobs: Logprobs) -> list[dict[str, dict[str, float]] | None]:
+    """Return one entry for each token of the prompt: nothing for the first, else the token's own and alternatives."""
+    entries: list[dict[str, dict[str, float]] | None] = [None]
+    for number, (token, chosen) in enumerate(zip(prompt[1:], logprobs.chosen, strict=True)):
+        entry = {str(token): {"logprob": chosen}}
+        for top in logprobs.top[number] if logprobs.top else ():
+            entry.setdefault(str(top.token_id), {"logprob": top.logprob})
+        entries.append(entry)
+    return entries
 
 
 def _usage(call: Call) -> Usage:

@@ -43,6 +43,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     lora: bool = False
     memory_tags: frozenset[str] = frozenset()
     weight_sources: frozenset[str] = frozenset()
+    pause_modes: frozenset[str] = frozenset()
+    clear_cache: bool = False
     profile: bool = False
     expert_records: bool = False
     dp_size: int = 1
@@ -139,7 +141,7 @@ class Engine(Protocol):
         Idempotent; an unknown or finished id is no error. The stream ends with Cancelled unless it ended before.
         """
 
-    async def embed(self, work: EmbedWork) -> list[array[float]]:
+    async def embed(self, work: EmbedWork) -> "list[array[float]]":
         """Return one vector of 32-bit floats for each input. Cancelling the call takes the work back.
 
         Raises InvalidRequest for tokens the model does not have, Unsupported from an engine that does not embed,

@@ -112,6 +112,8 @@ def encode_chunk(chunk: Chunk) -> Wire:
         wire["completion_usage"] = encode_usage(chunk.usage)
     if chunk.disaggregated_params is not None:
         wire["disaggregated_params"] = chunk.disaggregated_params
+    if chunk.prompt_logprobs is not None:
+        wire["engine_data"] = {"prompt_logprobs": chunk.prompt_logprobs}
     return wire
 
 

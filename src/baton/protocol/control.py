@@ -6,25 +6,29 @@ import msgspec
 from msgspec import Meta
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
-Rank = Annotated[int, Meta(ge=0)]
+Tags = Annotated[tuple[Name, ...], Meta(min_length=1)]
+Timeout = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, kw_only=True, tag="release_memory", forbid_unknown_fields=True):
     """Give the memory of these tags back to the machine; requests wait until all of it has been resumed."""
 
-    tags: tuple[Name, ...]
+    tags: Tags
 
 
 class ResumeMemory(msgspec.Struct, frozen=True, kw_only=True, tag="resume_memory", forbid_unknown_fields=True):
     """Take the memory of these tags again, in as many stages as the caller likes."""
 
-    tags: tuple[Name, ...]
+    tags: Tags
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause", forbid_unknown_fields=True):
-    """Stop stepping. Running requests are ended (abort), go back to the queue (retract), or stay in place (keep)."""
+    """Stop stepping. Running requests stay in place (keep), go back to the queue (retract), or are ended (abort).
 
-    mode: Literal["abort", "retract", "keep"] = "abort"
+    What stays keeps its KV; what goes back to the queue gives it up and computes it again; both go on at `Continue`.
+    """
+
+    mode: Literal["abort", "retract", "keep"] = "keep"
 
 
 class Continue(msgspec.Struct, frozen=True, kw_only=True, tag="continue", forbid_unknown_fields=True):
@@ -86,11 +90,11 @@ class FromSharedMemory(msgspec.Struct, frozen=True, kw_only=True, tag="shared_me
 
 
 class FromGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group", forbid_unknown_fields=True):
-    """Weights that rank 0 of a process group broadcasts, tensor by tensor, in this order."""
+    """Weights that rank 0 of a process group broadcasts, tensor by tensor, in this order, all within the time given."""
 
     group: Name
     tensors: tuple[TensorSpec, ...]
-    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
+    timeout_s: Timeout = 60.0
 
 
 WeightSource = FromDisk | FromTensors | FromSharedMemory | FromGroup
@@ -104,14 +108,17 @@ class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag="update_weigh
 
 
 class JoinGroup(msgspec.Struct, frozen=True, kw_only=True, tag="join_group", forbid_unknown_fields=True):
-    """Join a process group that weights will come through; returns when every rank is there."""
+    """Join a process group that weights will come through; returns when every rank is there.
+
+    Rank 0 is the one that sends, and keeps the meeting place at `host` and `port`.
+    """
 
     group: Name
     host: Name
     port: Annotated[int, Meta(ge=1, le=65535)]
-    rank: Rank
+    rank: Annotated[int, Meta(ge=1)]
     size: Annotated[int, Meta(ge=2)]
-    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
+    timeout_s: Timeout = 60.0
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, kw_only=True, tag="leave_group", forbid_unknown_fields=True):
@@ -135,10 +142,15 @@ Verb = (
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What came of a verb; only what it changed is set."""
+    """What came of a verb; only what it concerns is set.
+
+    `path` is where a profile is, or will be; `requests` how many a verb has touched; `released` the tags that are
+    given back, and `paused` whether an operator's pause holds, after the verb.
+    """
 
     message: str
     weight_version: str | None = None
     path: str | None = None
     requests: int | None = None
     released: tuple[str, ...] | None = None
+    paused: bool | None = None

@@ -39,13 +39,17 @@ class TokenDelta(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None = None
 
 
-class Finished(msgspec.Struct, frozen=True, gc=False):
-    """One choice has ended. The stream ends when every choice has."""
+class Finished(msgspec.Struct, frozen=True):
+    """One choice has ended. The stream ends when every choice has.
+
+    `prompt_logprobs` are aligned with the prompt from its second token on: nothing comes before the first.
+    """
 
     reason: FinishReason
     index: int = 0
     stop_reason: int | str | None = None
     cached_tokens: int | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 class HandoffReady(msgspec.Struct, frozen=True):
@@ -75,3 +79,6 @@ class Chunk(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     usage: Usage | None = msgspec.field(default=None, name="completion_usage")
     disaggregated_params: dict[str, object] | None = None
+    prompt_logprobs: list[dict[str, dict[str, float]] | None] | None = msgspec.field(
+        default=None, name="engine_data.prompt_logprobs"
+    )

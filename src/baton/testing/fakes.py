@@ -16,6 +16,7 @@ from baton.stream import OutputStream
 
 Step = Output | BatonError | asyncio.Event | float
 Script = Sequence[Step]
+ControlStep = Outcome | Exception | asyncio.Event | float
 
 SCRIPTED_INFO = EngineInfo(
     model_name="scripted",
@@ -42,7 +43,9 @@ class ScriptedEngine:
 
     A step of a script is an output to write, an error that ends the stream, an event to wait for, or a pause in
     seconds. A script that ends without a Finished leaves its request running. An error in place of a script is raised
-    by `submit`. What was submitted and aborted is kept in order.
+    by `submit`. What was submitted, aborted and ordered is kept in order.
+
+    `control_script` is for all verbs together: each takes steps from it up to an outcome or an error.
     """
 
     def __init__(
@@ -52,10 +55,13 @@ class ScriptedEngine:
         info: EngineInfo = SCRIPTED_INFO,
         start_error: BatonError | None = None,
         abort_takes_s: float = 0.0,
+        control: Sequence[ControlStep] = (),
     ) -> None:
         self.scripts = list(scripts) or [()]
         self.submitted: list[Work] = []
         self.aborted: list[RequestId] = []
+        self.verbs: list[Verb] = []
+        self.control_script = list(control)
         self.readings_to_give: list[Reading] = []
         self._capabilities = capabilities or Capabilities()
         self._info = info
@@ -100,12 +106,23 @@ class ScriptedEngine:
             yield reading
         await self._stopped.wait()
 
-    async def embed(self, work: EmbedWork) -> list[array[float]]:
+    async def embed(self, work: EmbedWork) -> "list[array[float]]":
         """See `Engine.embed`."""
         raise Unsupported("the scripted engine does not embed")
 
     async def control(self, verb: Verb) -> Outcome:
         """See `Engine.control`."""
+        self.verbs.append(verb)
+        while self.control_script:
+            match self.control_script.pop(0):
+                case Outcome() as outcome:
+                    return outcome
+                case Exception() as error:
+                    raise error
+                case asyncio.Event() as event:
+                    await event.wait()
+                case pause_s:
+                    await asyncio.sleep(pause_s)
         raise Unsupported("the scripted engine has nothing to control")
 
     def progress(self) -> Progress:

@@ -177,7 +177,7 @@ class EchoEngine:
             self._remove(running)
             running.stream.fail(Cancelled("aborted"))
 
-    async def embed(self, work: EmbedWork) -> list[array[float]]:
+    async def embed(self, work: EmbedWork) -> "list[array[float]]":
         """See `Engine.embed`."""
         raise Unsupported("the echo engine does not embed")
 

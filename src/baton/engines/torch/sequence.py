@@ -45,7 +45,7 @@ class Sequence:
         "plan",
         "prompt_length",
         "prompt_logprobs",
-        "reported_cached",
+        "sampling_state",
         "tokens",
         "work",
     )
@@ -66,6 +66,7 @@ class Sequence:
         self.committed = 0
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprobs] = []
+        self.sampling_state: object = None
 
     @property
     def rank(self) -> tuple[int, int, int]:

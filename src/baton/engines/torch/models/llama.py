@@ -3,14 +3,16 @@
 Weights are plain tensors with rows as the model's files have them; nothing is packed, so they can be replaced in place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812 - everybody's name for it
 
 from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies
+
+Carve = Callable[[tuple[int, ...]], Tensor]
 
 
 class Layer(NamedTuple):
@@ -35,3 +37,174 @@ class Weights(NamedTuple):
     layers: tuple[Layer, ...]
     norm: Tensor
     head: Tensor
+
+
+def carve_weights(config: LlamaConfig, tensor: Carve) -> Weights:
+    """Return weights without content, each made by `tensor(shape)`."""
+    hidden, q, kv, ffn = config.hidden, config.q_size, config.kv_size, config.ffn
+
+    def layer() -> Layer:
+        return Layer(
+            input_norm=tensor((hidden,)),
+            qkv=tensor((q + 2 * kv, hidden)),
+            qkv_bias=tensor((q + 2 * kv,)) if config.qkv_bias else None,
+            q_norm=tensor((config.head_dim,)) if config.qk_norm else None,
+            k_norm=tensor((config.head_dim,)) if config.qk_norm else None,
+            o=tensor((hidden, q)),
+            o_bias=tensor((hidden,)) if config.o_bias else None,
+            post_norm=tensor((hidden,)),
+            gate_up=tensor((2 * ffn, hidden)),
+            down=tensor((hidden, ffn)),
+        )
+
+    embed = tensor((config.vocab, hidden))
+    layers = tuple(layer() for _ in range(config.layers))
+    return Weights(embed, layers, tensor((hidden,)), embed if config.tied else tensor((config.vocab, hidden)))
+
+
+def named_parts(config: LlamaConfig, weights: Weights) -> dict[str, Tensor]:
+    """Return where each tensor of the model's files goes, by the name it has there."""
+    parts = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}
+    if not config.tied:
+        parts["lm_head.weight"] = weights.head
+    q, kv, ffn = config.q_size, config.kv_size, config.ffn
+    for number, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{number}."
+        parts[prefix + "input_layernorm.weight"] = layer.input_norm
+        parts[prefix + "post_attention_layernorm.weight"] = layer.post_norm
+        for kind, merged in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+            if merged is not None:
+                parts[prefix + f"self_attn.q_proj.{kind}"] = merged[:q]
+                parts[prefix + f"self_attn.k_proj.{kind}"] = merged[q : q + kv]
+                parts[prefix + f"self_attn.v_proj.{kind}"] = merged[q + kv :]
+        for kind, tensor in (("weight", layer.o), ("bias", layer.o_bias)):
+            if tensor is not None:
+                parts[prefix + f"self_attn.o_proj.{kind}"] = tensor
+        if layer.q_norm is not None and layer.k_norm is not None:
+            parts[prefix + "self_attn.q_norm.weight"] = layer.q_norm
+            parts[prefix + "self_attn.k_norm.weight"] = layer.k_norm
+        parts[prefix + "mlp.gate_proj.weight"] = layer.gate_up[:ffn]
+        parts[prefix + "mlp.up_proj.weight"] = layer.gate_up[ffn:]
+        parts[prefix + "mlp.down_proj.weight"] = layer.down
+    return parts
+
+
+def rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine for every position and pair of dimensions, float32 [positions, head_dim / 2]."""
+    frequencies, factor = inverse_frequencies(config)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), torch.tensor(frequencies, dtype=torch.float32))
+    return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+
+
+class Span(NamedTuple):
+    """A part of a prompt: rows [first, first + length) of the step, after `before` tokens that are in the cache.
+
+    `slots` are the cache rows of all tokens up to its end.
+    """
+
+    first: int
+    length: int
+    before: int
+    slots: Tensor
+
+
+class Decodes(NamedTuple):
+    """Rows [first, first + n) that decode: the cache rows of each, padded to the longest, and which of them count."""
+
+    first: int
+    slots: Tensor
+    mask: Tensor
+
+
+class Step(NamedTuple):
+    """The input of one forward pass: one row for each token."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    spans: list[Span]
+    decodes: Decodes | None
+
+
+class LlamaModel:
+    """The forward pass in torch. `kv` is [layers, 2, slots, kv_heads, head_dim], a slot being one token's place."""
+
+    def __init__(self, config: LlamaConfig, weights: Weights, kv: Tensor, cos: Tensor, sin: Tensor) -> None:
+        self._config = config
+        self._weights = weights
+        self._kv = kv
+        self._cos = cos
+        self._sin = sin
+
+    def forward(self, step: Step) -> Tensor:
+        """Compute all rows, put their keys and values in the cache, and return the last hidden states."""
+        config = self._config
+        x = self._weights.embed[step.tokens]
+        cos, sin = self._cos[step.positions].unsqueeze(1), self._sin[step.positions].unsqueeze(1)
+        for layer, (keys, values) in zip(self._weights.layers, self._kv, strict=True):
+            h = F.rms_norm(x, (config.hidden,), layer.input_norm, config.eps)
+            attended = self._attend(layer, F.linear(h, layer.qkv, layer.qkv_bias), cos, sin, keys, values, step)
+            x = x + F.linear(attended, layer.o, layer.o_bias)
+            h = F.rms_norm(x, (config.hidden,), layer.post_norm, config.eps)
+            gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        return F.rms_norm(x, (config.hidden,), self._weights.norm, config.eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits for rows of hidden states."""
+        return F.linear(hidden, self._weights.head).float()
+
+    def _attend(
+        self, layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, step: Step
+    ) -> Tensor:
+        config = self._config
+        heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
+        rows = qkv.view(len(qkv), heads + 2 * kv_heads, size)
+        qk, v = rows[:, : heads + kv_heads], rows[:, heads + kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = F.rms_norm(qk[:, :heads], (size,), layer.q_norm, config.eps)
+            k = F.rms_norm(qk[:, heads:], (size,), layer.k_norm, config.eps)
+            qk = torch.cat((q, k), dim=1)
+        qk = _rotate(qk, cos, sin)
+        q, k = qk[:, :heads], qk[:, heads:]
+        keys.index_copy_(0, step.slots, k)
+        values.index_copy_(0, step.slots, v)
+        out = torch.empty(len(qkv), heads, size, dtype=qkv.dtype, device=qkv.device)
+        for span in step.spans:
+            part = slice(span.first, span.first + span.length)
+            if span.before:
+                out[part] = _attend_span(q[part], keys[span.slots], values[span.slots], span.before)
+            else:
+                out[part] = _attend_span(q[part], k[part], v[part], 0)
+        if step.decodes is not None:
+            out[step.decodes.first :] = _attend_decodes(q[step.decodes.first :], keys, values, step.decodes)
+        return out.view(len(qkv), heads * size)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + half) of dimensions by the angle of its row."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def _attend_span(q: Tensor, k: Tensor, v: Tensor, before: int) -> Tensor:
+    """Causal attention of consecutive rows to everything up to themselves; `before` keys come first."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    if before == 0:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_(before)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _attend_decodes(q: Tensor, keys: Tensor, values: Tensor, decodes: Decodes) -> Tensor:
+    """One query a sequence: query heads that share a key head become the query rows of one attention call."""
+    rows, heads, size = q.shape
+    kv_heads = keys.shape[1]
+    k, v = keys[decodes.slots].transpose(1, 2), values[decodes.slots].transpose(1, 2)
+    grouped = q.view(rows, kv_heads, heads // kv_heads, size)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=decodes.mask).reshape(rows, heads, size)

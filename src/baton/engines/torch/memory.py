@@ -1,0 +1,159 @@
+"""Memory that can be given back to the machine and taken again: one stretch for each tag, with tensors as views of it.
+
+The views stay valid objects all along; while their arena is released they must not be touched. After `resume` the
+memory may lie elsewhere, so raw pointers must be taken anew.
+"""
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_ALIGN = 64
+_PART = 64 << 20
+
+
+class Arena:
+    """One stretch of `nbytes` on one device.
+
+    On a CPU it is a mapping of its own, whose pages go back to the machine while its addresses stay; on other devices
+    torch's storage is shrunk to nothing. `dense` memory is read from end to end, and asks a CPU for large pages.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, spill_dir: Path, dense: bool = False) -> None:
+        self.nbytes = nbytes
+        self.released = False
+        self._spill_dir = spill_dir
+        self._kept: FileIO | None = None
+        self._pages: mmap.mmap | None = None
+        if device.type == "cpu":
+            self._pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if dense and hasattr(mmap, "MADV_HUGEPAGE"):
+                self._pages.madvise(mmap.MADV_HUGEPAGE)
+            self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes)
+        else:
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._next = 0
+
+    def carve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the next tensor of this arena."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        start, self._next = self._next, self._next + arena_bytes(shape, dtype)
+        return self._bytes[start : start + nbytes].view(dtype).view(shape)
+
+    def release(self, keep: bool) -> None:
+        """Give the memory back; with `keep` its content waits in a file without a name.
+
+        Raises OSError, having changed nothing. Released memory stays so.
+        """
+        if self.released:
+            return
+        if keep:
+            self._kept = self._spill()
+        self._drop()
+        self.released = True
+
+    def resume(self) -> None:
+        """Take the memory again, with its content if that was kept, else zeroed.
+
+        Raises MemoryError, OSError or torch's RuntimeError; then it stays released, with what was kept.
+        """
+        if not self.released:
+            return
+        if self._pages is None:
+            self._bytes.untyped_storage().resize_(self.nbytes)
+        try:
+            if self._kept is not None:
+                self._read_back(self._kept)
+            elif self._pages is None:
+                self._bytes.zero_()
+        except BaseException:
+            self._drop()
+            raise
+        self.released = False
+        self.close()
+
+    def close(self) -> None:
+        """Forget what was kept."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+    def _parts(self) -> Iterator[Tensor]:
+        for start in range(0, self.nbytes, _PART):
+            yield self._bytes[start : start + _PART]
+
+    def _drop(self) -> None:
+        if self._pages is not None:
+            self._pages.madvise(mmap.MADV_DONTNEED)  # read again, such pages are zero
+            return
+        self._bytes.untyped_storage().resize_(0)
+        if self._bytes.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _spill(self) -> FileIO:
+        self._spill_dir.mkdir(parents=True, exist_ok=True)
+        file = tempfile.TemporaryFile(dir=self._spill_dir, buffering=0)  # noqa: SIM115 - it stays open
+        try:
+            if self.nbytes:
+                os.posix_fallocate(file.fileno(), 0, self.nbytes)  # a full disk is noticed before the writing
+            for part in self._parts():
+                view = memoryview(part.cpu().numpy().data)
+                while view:
+                    view = view[file.write(view) :]
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _read_back(self, file: FileIO) -> None:
+        file.seek(0)
+        for part in self._parts():
+            host = part if part.device.type == "cpu" else torch.empty(len(part), dtype=torch.uint8)
+            view = memoryview(host.numpy().data)
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise OSError("the kept weights are cut short")
+                view = view[count:]
+            if host is not part:
+                part.copy_(host)
+
+
+def arena_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return how much of an arena a tensor takes."""
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return how much memory could be had on `device` now, within the limits of this process's group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    left = _left_in_group(Path("/sys/fs/cgroup"))
+    return free if left is None else min(free, left)
+
+
+def _left_in_group(group: Path) -> int | None:
+    """Return what the control group of this process may still take, None if it has no limit that we can read."""
+    try:
+        limit = int((group / "memory.max").read_text())
+        current = int((group / "memory.current").read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Files that have been read, such as the weights, are counted but make way for whoever needs the memory.
+        cached = int(counts["active_file"]) + int(counts["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return max(0, limit - current + cached)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,335 @@
+// The arithmetic of a decode step. Each result is summed in an order that depends on the width alone, so a row's result
+// is the same, bit for bit, alone and in any batch. Knows nothing of threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace baton {
+
+// Weights are asked for from memory at least this far ahead of their use.
+constexpr size_t kAheadBytes = 4096;
+// What can be in use together without pushing weights that were fetched early out of the first cache again.
+constexpr size_t kNearBytes = 24 << 10;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kTile = 6;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kTile = 2;
+#else
+constexpr int kLanes = 4, kTile = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+// What the inputs of a product with weights of type W are kept as.
+template <class W>
+struct Input {
+    using type = float;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Input<bf16> {
+    using type = bf16;
+};
+#endif
+
+static inline float widen(float value) { return value; }
+static inline float widen(bf16 value) {
+    uint32_t bits = uint32_t(value.bits) << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+static inline bf16 narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    bool nan = (bits & 0x7fffffff) > 0x7f800000;
+    return {uint16_t(nan ? (bits >> 16 | 0x40) : rounded)};
+}
+
+// Stores `value` with the precision of W in the form that products with W take.
+template <class W>
+struct Round;
+template <>
+struct Round<float> {
+    static void store(float* to, float value) { *to = value; }
+};
+template <>
+struct Round<bf16> {
+    static void store(bf16* to, float value) { *to = narrow(value); }
+    static void store(float* to, float value) { *to = widen(narrow(value)); }
+};
+
+static inline Floats load(const float* from) {
+    Floats value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+static inline Floats load(const bf16* from) {
+    Halves half;
+    memcpy(&half, from, sizeof half);
+    Words wide = __builtin_convertvector(half, Words) << 16;
+    Floats value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+static inline float sum(Floats value) {
+    float lanes[kLanes];
+    memcpy(lanes, &value, sizeof lanes);
+    for (int half = kLanes / 2; half; half /= 2)
+        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+template <int P>
+static inline void fetch(const void* line) {
+    if (P > 0) __builtin_prefetch(line, 0, 3);
+    if (P < 0) __builtin_prefetch(line, 0, 2);
+}
+
+// out[n * stride + m] = weights[m] . inputs[n] for four rows of weights and N of inputs. Meanwhile P times as many lines
+// of memory as one row has are fetched from `next` on: in the order they lie, which is what lets the CPU run ahead.
+// They come into the first cache, or with a negative P into the second.
+template <int N, int P, class W, class A>
+static inline void tile(const W* const weights[4], int width, const A* inputs, size_t pitch, float* out, size_t stride,
+                        const W* next) {
+    Floats acc[4][N] = {};
+    int k = 0;
+    for (; k + kLanes <= width; k += kLanes) {
+        Floats in[N];
+        for (int n = 0; n < N; ++n) in[n] = load(inputs + n * pitch + k);
+        for (int m = 0; m < 4; ++m) {
+            if (m < std::abs(P)) fetch<P>(next + std::abs(P) * k + m * kLanes);
+            Floats w = load(weights[m] + k);
+            for (int n = 0; n < N; ++n) acc[m][n] += w * in[n];
+        }
+    }
+    for (int n = 0; n < N; ++n)
+        for (int m = 0; m < 4; ++m) {
+            float total = sum(acc[m][n]);
+            for (int i = k; i < width; ++i) total += widen(weights[m][i]) * widen(inputs[n * pitch + i]);
+            out[n * stride + m] = total;
+        }
+}
+
+#if defined(__AVX512BF16__)
+static inline __m512bh load_pairs(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+static inline __m512bh load_pairs(const bf16* from, __mmask32 mask) {
+    return (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
+}
+
+// Lane i is the sum of all lanes of the i-th vector.
+static inline __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+template <int N, int P>
+static inline void tile(const bf16* const weights[4], int width, const bf16* inputs, size_t pitch, float* out,
+                        size_t stride, const bf16* next) {
+    const bf16 *w0 = weights[0], *w1 = weights[1], *w2 = weights[2], *w3 = weights[3];
+    __m512 acc[4][N];
+    for (int m = 0; m < 4; ++m)
+        for (int n = 0; n < N; ++n) acc[m][n] = _mm512_setzero_ps();
+    auto multiply = [&](__m512bh a, __m512bh b, __m512bh c, __m512bh d, int n, __m512bh in) {
+        acc[0][n] = _mm512_dpbf16_ps(acc[0][n], a, in);
+        acc[1][n] = _mm512_dpbf16_ps(acc[1][n], b, in);
+        acc[2][n] = _mm512_dpbf16_ps(acc[2][n], c, in);
+        acc[3][n] = _mm512_dpbf16_ps(acc[3][n], d, in);
+    };
+    int k = 0;
+    for (; k + 32 <= width; k += 32) {
+        for (int line = 0; line < std::abs(P); ++line) fetch<P>(next + std::abs(P) * k + line * 32);
+        __m512bh a = load_pairs(w0 + k), b = load_pairs(w1 + k), c = load_pairs(w2 + k), d = load_pairs(w3 + k);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) multiply(a, b, c, d, n, load_pairs(inputs + n * pitch + k));
+    }
+    if (k < width) {
+        __mmask32 mask = (1u << (width - k)) - 1;
+        __m512bh a = load_pairs(w0 + k, mask), b = load_pairs(w1 + k, mask);
+        __m512bh c = load_pairs(w2 + k, mask), d = load_pairs(w3 + k, mask);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) multiply(a, b, c, d, n, load_pairs(inputs + n * pitch + k, mask));
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) _mm_storeu_ps(out + n * stride, sum4(acc[0][n], acc[1][n], acc[2][n], acc[3][n]));
+}
+#endif
+
+template <int P, class W, class A>
+static inline void tile_of(int size, const W* const weights[4], int width, const A* inputs, size_t pitch, float* out,
+                           size_t stride, const W* next) {
+    switch (size) {
+        case 1: return tile<1, P>(weights, width, inputs, pitch, out, stride, next);
+        case 2: return tile<2, P>(weights, width, inputs, pitch, out, stride, next);
+        case 3: return tile<3, P>(weights, width, inputs, pitch, out, stride, next);
+        case 4: return tile<4, P>(weights, width, inputs, pitch, out, stride, next);
+        case 5: return tile<5, P>(weights, width, inputs, pitch, out, stride, next);
+        case 6: return tile<6, P>(weights, width, inputs, pitch, out, stride, next);
+    }
+}
+
+// As tile(), for any number of input rows. The weights come from memory once; later tiles find them in the cache. The
+// four rows that will be wanted soon, at `next`, are fetched evenly over the tiles, so that memory and sums overlap.
+template <class W, class A>
+static inline void tiles(const W* const weights[4], int width, const A* inputs, size_t pitch, int rows, float* out,
+                         size_t stride, const W* next) {
+    int count = (rows + kTile - 1) / kTile, share = count == 1 ? 4 : count < 4 ? 2 : 1, left = next ? 4 : 0;
+    bool near = rows == 1 || (8 * sizeof(W) + rows * sizeof(A)) * width <= kNearBytes;
+    for (int i = 0, row = 0, size; i < count; ++i, row += size) {
+        size = (rows - row + count - i - 1) / (count - i);
+        const A* in = inputs + row * pitch;
+        float* to = out + row * stride;
+        switch (left == 0 ? 0 : near ? share : -share) {
+            case 4: tile_of<4>(size, weights, width, in, pitch, to, stride, next); break;
+            case 2: tile_of<2>(size, weights, width, in, pitch, to, stride, next); break;
+            case 1: tile_of<1>(size, weights, width, in, pitch, to, stride, next); break;
+            case -4: tile_of<-4>(size, weights, width, in, pitch, to, stride, next); break;
+            case -2: tile_of<-2>(size, weights, width, in, pitch, to, stride, next); break;
+            case -1: tile_of<-1>(size, weights, width, in, pitch, to, stride, next); break;
+            default: tile_of<0>(size, weights, width, in, pitch, to, stride, next); break;
+        }
+        if (left == 0) continue;
+        next += size_t(share) * width;
+        left -= share;
+    }
+}
+
+// out[r * stride + m] = weights[m] . inputs[r] for `count` contiguous rows of weights.
+template <class W, class A>
+static inline void multiply(const W* weights, int count, int width, const A* inputs, size_t pitch, int rows, float* out,
+                            size_t stride) {
+    ptrdiff_t ahead = ptrdiff_t(width) * 4 * ((kAheadBytes + 4 * width * sizeof(W) - 1) / (4 * width * sizeof(W)));
+    int m = 0;
+    for (; m + 4 <= count; m += 4) {
+        const W* from = weights + size_t(m) * width;
+        const W* const four[4] = {from, from + width, from + 2 * size_t(width), from + 3 * size_t(width)};
+        tiles(four, width, inputs, pitch, rows, out + m, stride, from + ahead);
+    }
+    if (m == count) return;
+    // A last group of fewer than four repeats its last row; the repeats are not kept.
+    const W* four[4];
+    for (int i = 0; i < 4; ++i) four[i] = weights + size_t(m + i < count ? m + i : count - 1) * width;
+    for (int row = 0; row < rows; ++row) {
+        float kept[4];
+        tiles<W>(four, width, inputs + row * pitch, pitch, 1, kept, 4, nullptr);
+        for (int i = 0; m + i < count; ++i) out[row * stride + m + i] = kept[i];
+    }
+}
+
+// Within 2 ulp for ordinary values; never 0 or infinite, and NaN for NaN.
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    float shifted = x * 1.44269504f + 12582912.0f;  // The low bits of 1.5 * 2^23 + n are n.
+    float n = shifted - 12582912.0f;
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 0.0416664556f + r * (0.00833345205f + r * 0.00139819994f);
+    p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666655f + r * p)));
+    uint32_t bits;
+    memcpy(&bits, &shifted, 4);
+    bits = (bits + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return p * scale;
+}
+
+template <class W, class A>
+static inline void normalise(const float* x, const W* weight, int width, float eps, A* out) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int i = 0; i < width; ++i) squares += x[i] * x[i];
+    float scale = 1.0f / __builtin_sqrtf(squares / width + eps);
+#pragma omp simd
+    for (int i = 0; i < width; ++i) Round<W>::store(out + i, x[i] * scale * widen(weight[i]));
+}
+
+// Turns each pair (i, i + half) of one head by its angle.
+static inline void rotate(float* head, const float* cos, const float* sin, int half) {
+#pragma omp simd
+    for (int i = 0; i < half; ++i) {
+        float a = head[i], b = head[i + half];
+        head[i] = a * cos[i] - b * sin[i];
+        head[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+template <class W, class A>
+static inline void gate(const float* gates, const float* ups, int count, A* out) {
+#pragma omp simd
+    for (int i = 0; i < count; ++i) Round<W>::store(out + i, gates[i] / (1.0f + exponential(-gates[i])) * ups[i]);
+}
+
+// Turns scores into weights that are relative to the largest; returns their sum and says which score that was.
+static inline float soften(float* scores, int count, float scale, float& largest) {
+    float most = scores[0];
+    for (int i = 1; i < count; ++i) most = scores[i] > most ? scores[i] : most;
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < count; ++i) {
+        scores[i] = exponential((scores[i] - most) * scale);
+        total += scores[i];
+    }
+    largest = most * scale;
+    return total;
+}
+
+// out[g * pitch + d] = sum over p of weights[g * stride + p] * values[p][d], for G heads and D vectors of lanes.
+template <int G, int D, class W>
+static inline void mix_block(const W* const* values, int offset, int count, const float* weights, size_t stride,
+                             float* out, size_t pitch) {
+    Floats acc[G][D] = {};
+    for (int p = 0; p < count; ++p) {
+        const W* value = values[p] + offset;
+        Floats v[D];
+        for (int d = 0; d < D; ++d) v[d] = load(value + d * kLanes);
+        for (int g = 0; g < G; ++g)
+            for (int d = 0; d < D; ++d) acc[g][d] += v[d] * weights[g * stride + p];
+    }
+    for (int g = 0; g < G; ++g)
+        for (int d = 0; d < D; ++d) memcpy(out + g * pitch + offset + d * kLanes, &acc[g][d], sizeof(Floats));
+}
+
+template <int G, class W>
+static inline void mix_heads(const W* const* values, int width, int count, const float* weights, size_t stride,
+                             float* out, size_t pitch) {
+    int d = 0;
+    for (; d + 4 * kLanes <= width; d += 4 * kLanes) mix_block<G, 4>(values, d, count, weights, stride, out, pitch);
+    for (; d + kLanes <= width; d += kLanes) mix_block<G, 1>(values, d, count, weights, stride, out, pitch);
+    for (; d < width; ++d)
+        for (int g = 0; g < G; ++g) {
+            float total = 0;
+            for (int p = 0; p < count; ++p) total += widen(values[p][d]) * weights[g * stride + p];
+            out[g * pitch + d] = total;
+        }
+}
+
+template <class W>
+static inline void mix(const W* const* values, int width, int count, const float* weights, size_t stride, int heads,
+                       float* out, size_t pitch) {
+    int g = 0;
+    for (; g + 3 <= heads; g += 3)
+        mix_heads<3>(values, width, count, weights + g * stride, stride, out + g * pitch, pitch);
+    for (; g < heads; ++g) mix_heads<1>(values, width, count, weights + g * stride, stride, out + g * pitch, pitch);
+}
+
+}  // namespace baton

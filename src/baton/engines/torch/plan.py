@@ -1,0 +1,203 @@
+"""What a request asks of the sampler, checked once, with the model's defaults filled in. Knows no torch."""
+
+import math
+import secrets
+from pathlib import Path
+from typing import Annotated, Protocol, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import ConfigError, InvalidRequest, Unsupported
+from baton.ports.engine import Work
+from baton.protocol.outputs import FinishReason
+from baton.protocol.requests import Sampling, Share, Temperature, TokenId
+
+T = TypeVar("T", int, float)
+
+# Below this a softmax is an argmax in all but name, and dividing by it loses digits.
+COLDEST = 1e-5
+MAX_BIAS = 100.0
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model's generation_config.json says; what it does not say is OpenAI's default.
+
+    `do_sample` is not read: with it absent or false the file still means its numbers for whoever samples, and a client
+    that says nothing expects temperature 1.
+    """
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        match self.eos_token_id:
+            case None:
+                return ()
+            case int(token):
+                return (token,)
+            case tokens:
+                return tuple(tokens)
+
+
+class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How one choice is sampled and when it ends. Every id in it is a token of the model."""
+
+    temperature: float
+    top_k: int  # 0 is off
+    top_p: float
+    min_p: float
+    presence: float
+    frequency: float
+    repetition: float
+    seed: int
+    bias: tuple[tuple[int, float], ...]
+    logprobs: int | None
+    prompt_logprobs: int | None
+    min_tokens: int
+    max_tokens: int
+    ends: frozenset[int]
+    stops: frozenset[int]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the best token is taken, without chance."""
+        return self.temperature < COLDEST or self.top_k == 1 or self.top_p == 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that were there before count for more or less."""
+        return self.presence != 0.0 or self.frequency != 0.0 or self.repetition != 1.0
+
+    @property
+    def edits(self) -> bool:
+        """Whether the request changes logits, whatever the step."""
+        return bool(self.bias) or self.penalises
+
+    @property
+    def plain(self) -> bool:
+        """Whether the argmax of the raw logits is all that is needed, once `min_tokens` are there."""
+        return self.greedy and not self.edits and self.logprobs is None
+
+
+class Guide(Protocol):
+    """Keeps one sequence inside its grammar. Used by one thread at a time."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the text is complete and nothing but an end token can follow.
+
+        The engine ends such a sequence with STOP, whatever `min_tokens` says; asking it for another token is an error
+        where the model has no end token.
+        """
+
+    def mask(self) -> bytes:
+        """Return one bit for each token of the model, lowest bit first; 1 means allowed, and at least one is.
+
+        Raises InvalidRequest when no token can follow or the grammar turns out to be too complex here.
+        """
+
+    def accept(self, token: int) -> None:
+        """Go on with `token`, which the mask allows. Raises InvalidRequest as `mask` does."""
+
+
+def read_defaults(directory: Path) -> SamplingDefaults:
+    """Return what generation_config.json in `directory` says; a missing file says nothing. Raises ConfigError."""
+    path = directory / "generation_config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)
+    except FileNotFoundError:
+        return SamplingDefaults()
+    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def make_plan(work: Work, index: int, defaults: SamplingDefaults, vocab: int) -> SamplingPlan:
+    """Return how choice `index` of `work` is sampled. Raises InvalidRequest or Unsupported, naming the field."""
+    sampling, stop = work.sampling, work.stop
+    if sampling.use_beam_search:
+        raise Unsupported("use_beam_search: this engine has no beam search")
+    if stop.max_thinking_tokens is not None:
+        raise Unsupported("max_thinking_tokens: this engine does not count thinking apart")
+    top_k = _first(sampling.top_k, defaults.top_k, 0)
+    if top_k < -1:
+        raise InvalidRequest(f"top_k: {top_k} is not -1, 0 or a number of tokens")
+    ends = () if stop.ignore_eos else (*work.eos_token_ids, *defaults.eos_token_ids)
+    stops = (*(stop.stop_token_ids or ()), *(stop.stop_token_ids_visible or ()), *(stop.stop_token_ids_hidden or ()))
+    return SamplingPlan(
+        temperature=_within("temperature", _first(sampling.temperature, defaults.temperature, 1.0), 0.0, 100.0),
+        top_k=top_k if 0 < top_k < vocab else 0,
+        top_p=_within("top_p", _first(sampling.top_p, defaults.top_p, 1.0), 0.0, 1.0),
+        min_p=_within("min_p", _first(sampling.min_p, defaults.min_p, 0.0), 0.0, 1.0),
+        presence=_within("presence_penalty", sampling.presence_penalty or 0.0, -2.0, 2.0),
+        frequency=_within("frequency_penalty", sampling.frequency_penalty or 0.0, -2.0, 2.0),
+        repetition=_repetition(_first(sampling.repetition_penalty, defaults.repetition_penalty, 1.0)),
+        seed=_seed(sampling.seed),
+        bias=_bias(sampling, vocab),
+        logprobs=_at_most(work.output.logprobs, vocab),
+        prompt_logprobs=_at_most(work.output.prompt_logprobs, vocab),
+        min_tokens=stop.min_tokens or 0,
+        max_tokens=work.max_tokens,
+        ends=frozenset(token for token in ends if 0 <= token < vocab),
+        stops=frozenset(token for token in stops if 0 <= token < vocab),
+    )
+
+
+def finish_of(plan: SamplingPlan, token: int, generated: int) -> tuple[FinishReason, int | str | None] | None:
+    """Return why a choice ends with `token`, its `generated`-th (from 1), and which stop it was; None: it goes on."""
+    if generated >= plan.min_tokens:
+        if token in plan.ends:
+            return FinishReason.EOS, None
+        if token in plan.stops:
+            return FinishReason.STOP, token
+    if generated >= plan.max_tokens:
+        return FinishReason.LENGTH, None
+    return None
+
+
+def _first(asked: T | None, default: T | None, otherwise: T) -> T:
+    if asked is not None:
+        return asked
+    return otherwise if default is None else default
+
+
+def _at_most(asked: int | None, vocab: int) -> int | None:
+    return None if asked is None else min(asked, vocab)
+
+
+def _within(field: str, value: float, low: float, high: float) -> float:
+    if not low <= value <= high:  # false for NaN too
+        raise InvalidRequest(f"{field}: {value} is not between {low:g} and {high:g}")
+    return value
+
+
+def _repetition(value: float) -> float:
+    if not (math.isfinite(value) and value > 0.0):
+        raise InvalidRequest(f"repetition_penalty: {value} is not a number above 0")
+    return value
+
+
+def _seed(asked: int | None) -> int:
+    if asked is None:
+        return secrets.randbits(63)
+    if not -(2**63) <= asked < 2**63:
+        raise InvalidRequest(f"seed: {asked} does not fit 64 bits")
+    return asked
+
+
+def _bias(sampling: Sampling, vocab: int) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for key, value in (sampling.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab):
+            raise InvalidRequest(f"logit_bias: {key[:32]!r} is not a token id of this model; it has {vocab}")
+        _within(f"logit_bias of token {key}", value, -MAX_BIAS, MAX_BIAS)
+        pairs.append((int(key), float(value)))
+    if len(pairs) != len(dict(pairs)):
+        raise InvalidRequest("logit_bias: a token is named twice")
+    return tuple(pairs)

@@ -1,0 +1,199 @@
+"""New weights for a running model, from wherever they come. Everything is checked before the first byte is replaced."""
+
+import math
+import mmap
+import os
+import stat
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from baton.engines.torch.loader import load_weights, mismatch
+from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies, read_llama_config
+from baton.errors import ConfigError, EngineFailed, InvalidRequest
+from baton.protocol.control import (
+    FromDisk,
+    FromGroup,
+    FromSharedMemory,
+    FromTensors,
+    InlineTensor,
+    JoinGroup,
+    SharedTensor,
+    TensorSpec,
+    WeightSource,
+)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHARED_MEMORY = Path("/dev/shm")
+
+Parts = Mapping[str, Tensor]
+
+
+class WeightGroup:
+    """This process's place in the one process group that weights are broadcast through."""
+
+    def __init__(self, verb: JoinGroup, device: torch.device) -> None:
+        self.name = verb.group
+        self.broken = False
+        self._device = device
+        if verb.rank >= verb.size:
+            raise InvalidRequest(f"rank: a group of {verb.size} has no rank {verb.rank}")
+        if dist.is_initialized():
+            raise InvalidRequest("group: this process is in a process group already")
+        host = f"[{verb.host}]" if ":" in verb.host else verb.host
+        try:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=f"tcp://{host}:{verb.port}",
+                rank=verb.rank,
+                world_size=verb.size,
+                timeout=timedelta(seconds=verb.timeout_s),
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            # torch numbers the groups that a process has asked for, and meets only those with the same number.
+            distributed_c10d._world.group_count = 0
+            raise EngineFailed(f"the group {verb.group} did not come together: {_first_line(error)}") from error
+
+    def receive(self, specs: tuple[TensorSpec, ...], timeout_s: float) -> dict[str, Tensor]:
+        """Return the next tensors that rank 0 broadcasts. A group that has failed once is of no more use."""
+        deadline = time.monotonic() + timeout_s
+        tensors: dict[str, Tensor] = {}
+        for spec in specs:
+            tensor = torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=self._device)
+            try:
+                _broadcast(tensor, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                self.broken = True
+                raise EngineFailed(
+                    f"{spec.name} did not arrive through the group {self.name}, which has been left; join it again:"
+                    f" {_first_line(error)}"
+                ) from error
+            tensors[spec.name] = tensor
+        return tensors
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+
+def _broadcast(tensor: Tensor, timeout: timedelta) -> None:
+    """Receive from rank 0. The time limit is the operation's own: one that only the waiting had would leave it to run,
+    and the group could not be left before it had ended."""
+    group = dist.group.WORLD
+    assert group is not None
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, timeout
+    group.broadcast([tensor], options).wait(timeout)
+
+
+def apply_update(source: WeightSource, parts: Parts, config: LlamaConfig, group: WeightGroup | None) -> int:
+    """Replace weights, all that the source names or none; return how many tensors.
+
+    Raises InvalidRequest for what does not fit the model and EngineFailed for what did not arrive.
+    """
+    match source:
+        case FromDisk():
+            return _from_disk(Path(source.path).expanduser(), parts, config)
+        case FromTensors():
+            _check(source.tensors, parts)
+            return _replace({spec.name: _inline(spec) for spec in source.tensors}, parts)
+        case FromSharedMemory():
+            _check(source.tensors, parts)
+            memory = _map_segment(source.segment)
+            return _replace({spec.name: _shared(spec, memory) for spec in source.tensors}, parts)
+        case FromGroup():
+            if group is None or group.name != source.group:
+                raise InvalidRequest(f"group: not in {source.group!r}; join it first")
+            _check(source.tensors, parts)
+            return _replace(group.receive(source.tensors, source.timeout_s), parts)
+
+
+def _from_disk(directory: Path, parts: Parts, config: LlamaConfig) -> int:
+    if not directory.is_dir():
+        raise InvalidRequest(f"path: {directory} is not a directory")
+    try:
+        if (directory / "config.json").is_file():
+            _compare(read_llama_config(directory), config, directory)
+        load_weights(directory, parts, lambda done, total: None)
+    except ConfigError as error:
+        raise InvalidRequest(f"path: {error.message}") from error
+    return len(parts)
+
+
+def _compare(found: LlamaConfig, config: LlamaConfig, directory: Path) -> None:
+    """Weights of equal shapes can still be those of another model."""
+    theirs, ours = (_meaning(value) for value in (found, config))
+    differing = [field for field, value in ours.items() if theirs[field] != value]
+    if differing:
+        raise InvalidRequest(f"path: {directory} has another model: its config.json differs in {', '.join(differing)}")
+
+
+def _meaning(config: LlamaConfig) -> dict[str, object]:
+    """Return what matters to weights: not how long the context is, nor how the positions are written down."""
+    fields = {**msgspec.structs.asdict(config), "positions": inverse_frequencies(config)}
+    return {field: value for field, value in fields.items() if field not in ("context", "theta", "rope")}
+
+
+def _check(specs: tuple[TensorSpec, ...], parts: Parts) -> None:
+    if not specs:
+        raise InvalidRequest("tensors: the list is empty")
+    names = [spec.name for spec in specs]
+    if len(set(names)) < len(names):
+        raise InvalidRequest("tensors: a name is given twice")
+    unknown = [name for name in names if name not in parts]
+    if unknown:
+        raise InvalidRequest(f"tensors: {unknown[0]} is not a tensor of this model")
+    if problem := mismatch(parts, {spec.name: spec.shape for spec in specs}, partial=True):
+        raise InvalidRequest(f"tensors: {problem}")
+
+
+def _replace(tensors: dict[str, Tensor], parts: Parts) -> int:
+    for name, tensor in tensors.items():
+        parts[name].copy_(tensor)
+    return len(tensors)
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * _DTYPES[spec.dtype].itemsize
+
+
+def _inline(spec: InlineTensor) -> Tensor:
+    if len(spec.data) != _nbytes(spec):
+        raise InvalidRequest(f"tensors: {spec.name} has {len(spec.data)} bytes of data, not {_nbytes(spec)}")
+    return torch.frombuffer(bytearray(spec.data), dtype=_DTYPES[spec.dtype]).view(spec.shape)
+
+
+def _map_segment(name: str) -> mmap.mmap:
+    """Return the segment for reading; it goes when the last tensor in it does. Its owner keeps it, and removes it."""
+    try:
+        # Not `SharedMemory`, which would have the segment removed when this process ends.
+        descriptor = os.open(_SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise InvalidRequest(f"segment: {name} is not a segment of shared memory")
+            return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"segment: {name} cannot be opened: {error}") from None
+
+
+def _shared(spec: SharedTensor, memory: mmap.mmap) -> Tensor:
+    dtype = _DTYPES[spec.dtype]
+    if spec.offset + _nbytes(spec) > len(memory):
+        raise InvalidRequest(f"tensors: {spec.name} lies beyond the segment's {len(memory)} bytes")
+    if spec.offset % dtype.itemsize:
+        raise InvalidRequest(f"tensors: {spec.name} starts at {spec.offset}, which its type cannot")
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(spec.shape), offset=spec.offset).view(spec.shape)
+
+
+def _first_line(error: Exception) -> str:
+    """torch adds its own call stack to some messages."""
+    return str(error).partition("\n")[0]

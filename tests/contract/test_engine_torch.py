@@ -1,0 +1,38 @@
+"""The built-in engine keeps the rules of `ports/engine.py`: as it comes, and with everything in torch."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.engines.torch.engine import TorchEngine
+from baton.engines.torch.options import TorchOptions
+from baton.ports.engine import Engine
+from baton.testing.engine_contract import EngineContract
+from baton.testing.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
+    directory = make_tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
+    for contract in (TestTorchEngine, TestTorchEngineWithoutNative):
+        contract.directory = directory
+
+
+class TestTorchEngine(EngineContract):
+    directory: Path
+    native = True
+    long_tokens = 1500
+    limit_s = 60.0
+
+    def make_engine(self) -> Engine:
+        options = TorchOptions(
+            dtype="float32", threads=1, blocks=800, max_running=4, batch_tokens=256, context=4096, native=self.native
+        )
+        return TorchEngine(options, self.directory, "tiny")
+
+    def make_broken_engine(self) -> Engine:
+        return TorchEngine(TorchOptions(), self.directory / "nowhere", "broken")
+
+
+class TestTorchEngineWithoutNative(TestTorchEngine):
+    native = False
