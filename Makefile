@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: serve test test-fast check docs bench bench-path cluster-packages clean
+.PHONY: serve test test-fast check docs bench bench-path bench-engine bench-engine-peers cluster-packages clean
 
 serve: $(STAMP)
 	$(BIN)/baton serve $(ARGS)
@@ -26,10 +26,17 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m baton.docs
 
-bench: bench-path
+bench: bench-path bench-engine
 
 bench-path: $(STAMP)
 	$(BIN)/python -m baton.bench.path $(ARGS)
+
+bench-engine: $(STAMP)
+	$(BIN)/python -m baton.bench.engine $(ARGS)
+
+# Other engines to compare with, each in an environment of its own under .bench/ (4.4 GB).
+bench-engine-peers:
+	scripts/bench-peers.sh $(ARGS)
 
 # Debian packages for the cluster tests, where we may install them; without them those tests are skipped.
 cluster-packages:
@@ -40,7 +47,7 @@ cluster-packages:
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[dev,bench]'
+	$(BIN)/pip install --quiet --editable '.[dev,bench,torch]'
 	@touch $@
 
 clean:
