@@ -29,19 +29,28 @@ def cli() -> None:
 def _serve(settings: Settings) -> int:
     from baton.topology.supervisor import run_supervisor
 
+    return run_supervisor(settings, _announce)
+
+
+def _announce(model: str, settings: Settings) -> None:
+    from baton.build import embeds
+
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-
-    def announce(model: str) -> None:
-        address = f"http://{host}:{settings.port}"
+    address = f"http://{host}:{settings.port}"
+    if embeds(settings):
+        path, body = "embeddings", f'{{"model": "{model}", "input": "Hello!"}}'
+    else:
+        path = "chat/completions"
         body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
-        click.echo(f"Serving {model} on {address}  (logs: {settings.log_dir})\n\nTry it:\n")
-        click.echo(f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
-        sys.stdout.flush()
-
-    return run_supervisor(settings, announce)
+    click.echo(f"Serving {model} on {address}  (logs: {settings.log_dir})\n\nTry it:\n")
+    click.echo(f"  curl {address}/v1/{path} -H 'Content-Type: application/json' -d '{body}'\n")
+    sys.stdout.flush()
 
 
 def _worker(settings: Settings) -> int:
+    from baton.build import prepare_model
+
+    settings = prepare_model(settings)  # before there is an event loop, and before the runtime keeps hubs away
     _prepare_runtime(settings)
     from baton.worker import run_worker
 

@@ -4,6 +4,8 @@ Files, environment and argv are read here and nowhere else. The structs are the 
 and `docs/configuration.md` all come from their fields.
 """
 
+import ipaddress
+import os
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ import yaml
 from msgspec import Meta
 
 from baton.engines.echo.options import EchoOptions
+from baton.engines.torch.options import TorchOptions
 from baton.errors import ConfigError
 from baton.runtimes.dynamo.options import RuntimeOptions
 
@@ -36,10 +39,16 @@ def _about(text: str, extra: Mapping[str, object]) -> Meta:
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be set."""
 
-    engine: Annotated[str, _about("which engine runs the model", _WORK)] = "echo"
-    model: Annotated[str, _about("model directory; empty is the engine's own", _WORK)] = ""
-    name: Annotated[str, _about("name the model is served under; empty is the engine's", _WORK)] = ""
-    role: Annotated[Literal["aggregated"], _about("what a worker does", _WORK)] = "aggregated"
+    engine: Annotated[str, _about("which engine runs the model: torch or echo", _WORK)] = "torch"
+    model: Annotated[
+        str,
+        _about("model directory, Hugging Face id, or smollm2 or minilm; empty is the engine's own", _WORK),
+    ] = ""
+    name: Annotated[str, _about("name the model is served under; empty is the model's own", _WORK)] = ""
+    role: Annotated[
+        Literal["auto", "aggregated", "embed"],
+        _about("what a worker does; auto is what its model is for", _WORK),
+    ] = "auto"
     accepts: Annotated[
         Literal["tokens", "text"],
         _about("whether the frontend or the worker owns tokenizer and template", _WORK),
@@ -61,6 +70,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Annotated[int, Meta(ge=0, le=MAX_SYSTEM_PORT)],
         _about("port of /health and /metrics; with several workers counted up; 0 is any free one", _WORK),
     ] = 0
+    control: Annotated[
+        Literal["auto", "on", "off"],
+        _about("take operators' orders on the system port; auto does if its address is a loopback one", _WORK),
+    ] = "auto"
+    control_s: Annotated[Seconds, _about("longest an operator's order may take; then the engine is stuck", _WORK)] = (
+        600.0
+    )
     max_in_flight: Annotated[int, Meta(ge=1), _about("requests a worker accepts at once", _WORK)] = 1024
     deadline_s: Annotated[Seconds, Meta(description="longest a request may take")] = 600.0
     drain_s: Annotated[Seconds, Meta(description="time that running requests get at shutdown")] = 30.0
@@ -81,9 +97,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_dir: Annotated[str, _about("where processes started by `serve` log; '-' is standard error", _SERVE)] = (
         "~/.cache/baton/logs"
     )
+    cache_dir: Annotated[
+        str, _about("where fetched models are kept; empty is $XDG_CACHE_HOME/baton or ~/.cache/baton", _WORK)
+    ] = ""
     profile_dir: Annotated[str, _about("write a cProfile of the worker's event loop here at exit", _WORK)] = ""
     runtime: RuntimeOptions = RuntimeOptions()
+    torch: TorchOptions = TorchOptions()
     echo: EchoOptions = EchoOptions()
+
+    @property
+    def takes_orders(self) -> bool:
+        """Whether a worker has control routes: anyone who reaches the system port can use them."""
+        return self.control == "on" or (self.control == "auto" and _is_loopback(self.system_host))
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +137,11 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return PREFIX + "_".join(self.path).upper()
 
 
-_SECTION_COMMANDS = {"runtime": ("serve", "worker", "frontend"), "echo": ("serve", "worker")}
+_SECTION_COMMANDS = {
+    "runtime": ("serve", "worker", "frontend"),
+    "torch": ("serve", "worker"),
+    "echo": ("serve", "worker"),
+}
 
 
 def options() -> list[Option]:
@@ -160,6 +189,20 @@ def to_environment(settings: Settings) -> dict[str, str]:
         # Defaults too: the other process may inherit a variable that says otherwise.
         values[option.variable] = str(value).lower() if isinstance(value, bool) else str(value)
     return values
+
+
+def cache_directory(settings: Settings) -> Path:
+    """Return where what has been fetched is kept."""
+    if settings.cache_dir:
+        return Path(settings.cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _walk(cls: type, path: tuple[str, ...], commands: tuple[str, ...]) -> Iterator[Option]:

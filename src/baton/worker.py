@@ -7,27 +7,30 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from baton.build import build_engine, import_engine
 from baton.config import MAX_SYSTEM_PORT, Settings
-from baton.engines.echo import EchoEngine
-from baton.engines.echo.engine import MODEL_DIR
+from baton.control.orders import Orders
+from baton.control.presence import Absence, Presence
+from baton.control.routes import expose_orders
 from baton.errors import BatonError, ConfigError, Draining, EngineDead
 from baton.handlers._call import Desk, Limits
 from baton.handlers._gate import Gate
 from baton.handlers.aggregated import AggregatedHandler
+from baton.handlers.embed import EmbedHandler
 from baton.handlers.text import TextHandler
-from baton.health.canary import Canary, try_probe
+from baton.health.canary import Canary, Probe, try_probe
 from baton.health.watchdog import watch
-from baton.models.directory import resolve_model
-from baton.models.tokenizer import HubTokenizer
+from baton.models.tokenizer import HubTokenizer, PassageTokenizer
 from baton.notify import beat, notify
-from baton.ports.engine import Engine, EngineInfo
+from baton.ports.engine import Capabilities, Engine, EngineInfo
 from baton.ports.runtime import Endpoint, ModelCard, Runtime, Service
 from baton.protocol.codec import decode_request, encode_chunk
+from baton.protocol.embeddings import EmbedRequest, TokenLists, decode_embed, encode_embeddings
 from baton.protocol.events import LoadSnapshot
 from baton.protocol.requests import GenerateRequest, StopConditions
 from baton.protocol.text import decode_text, encode_text
@@ -40,25 +43,22 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 75  # EX_TEMPFAIL: start me again
 LAST_WORDS_S = 5.0
+ONE_TOKEN = GenerateRequest(token_ids=(1,), stop=StopConditions(max_tokens=1, ignore_eos=True))
+ONE_VECTOR = EmbedRequest(model="", source=TokenLists(((1,),)))
 
 
-def _echo(settings: Settings) -> Engine:
-    directory = resolve_model(settings.model) if settings.model else MODEL_DIR
-    return EchoEngine(settings.echo, directory, settings.name or (directory.name if settings.model else "echo"))
-
-
-ENGINES: dict[str, Callable[[Settings], Engine]] = {"echo": _echo}
-
-
-def build_engine(settings: Settings) -> Engine:
-    """Return the engine that `settings` name. Raises ConfigError."""
-    if settings.engine not in ENGINES:
-        raise ConfigError(f"unknown engine {settings.engine!r}; choose one of: {', '.join(sorted(ENGINES))}")
-    return ENGINES[settings.engine](settings)
+def role_of(settings: Settings, capabilities: Capabilities) -> str:
+    """Return the role of a worker with such an engine. Raises ConfigError if the engine cannot fill it."""
+    role = settings.role
+    if role == "auto":
+        role = "aggregated" if capabilities.generate else "embed"
+    if not (capabilities.embeddings if role == "embed" else capabilities.generate):
+        raise ConfigError(f"the model {settings.name} on the engine {settings.engine} cannot fill the role {role}")
+    return role
 
 
 def run_worker(settings: Settings) -> int:
-    """Run one worker until it is told to stop; return its exit code."""
+    """Run one worker until it is told to stop; return its exit code. Its model has been prepared."""
     import uvloop
 
     return uvloop.run(_main(settings))
@@ -71,6 +71,7 @@ async def _main(settings: Settings) -> int:
     runtime = DynamoRuntime(
         settings.runtime, settings.system_host, port, settings.reader_stall_s, leave_s=settings.abort_s + 1
     )
+    await asyncio.to_thread(import_engine, settings)
     worker = Worker(settings, build_engine(settings), runtime)
 
     def on_ready() -> None:
@@ -103,7 +104,8 @@ class Worker:
         self._settings = settings
         self._engine = engine
         self._runtime = runtime
-        self._metrics = WorkerMetrics(settings.role)
+        self._role = role_of(settings, engine.capabilities)
+        self._metrics = WorkerMetrics(self._role)
         self.gate = Gate(settings.max_in_flight)
         self._limits = Limits(
             deadline_s=settings.deadline_s, abort_s=settings.abort_s, flush_s=settings.flush_ms / 1000
@@ -120,94 +122,109 @@ class Worker:
             tasks += [starting, stopping]
             await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
-                info, endpoint = starting.result()
+                orders, probe = starting.result()
                 on_ready()
-                await self._serve(endpoint, info, stopping)
+                await self._serve(orders, probe, stopping)
         finally:
             await self._runtime.shutdown()
             await _bounded("the engine did not stop", self._engine.stop(), self._settings.abort_s)
             await _cancel(tasks)
 
-    async def _start(self) -> tuple[EngineInfo, Endpoint]:
+    async def _start(self) -> tuple[Orders, Probe]:
         """Bring everything up, in time."""
         try:
             async with asyncio.timeout(self._settings.start_s):
                 info = await self._engine.start()
                 await self._runtime.start()
-                endpoint = await self._open(info)
+                opened = await self._open(info)
         except TimeoutError:
             raise EngineDead(f"the start took longer than {self._settings.start_s:g} s") from None
-        settings = self._settings
-        log.info("serving %s as %s on the %s engine", info.model_name, settings.role, settings.engine)
-        return info, endpoint
+        log.info("serving %s as %s on the %s engine", info.model_name, self._role, self._settings.engine)
+        return opened
 
-    async def _open(self, info: EngineInfo) -> Endpoint:
+    async def _open(self, info: EngineInfo) -> tuple[Orders, Probe]:
         """Serve the endpoint, see that the role works, and only then be found."""
         self._runtime.expose_metrics(self._metrics.render)
         self._runtime.expose("live", self._answer_live)
-        endpoint = await self._runtime.serve(f"{self._settings.namespace}.worker.generate", self._service(info))
-        problem = await try_probe(lambda: self._probe(info), self._settings.canary_timeout_s)
+        service, probe = self._fill_role(info)
+        endpoint = await self._runtime.serve(f"{self._settings.namespace}.worker.generate", service)
+        problem = await try_probe(probe, self._settings.canary_timeout_s)
         if problem is not None:
             raise EngineDead(f"the first probe failed: {problem}")
         await endpoint.advertise(self._card(info))
         self._set_healthy(True)
-        return endpoint
+        return self._take_orders(endpoint), probe
 
-    def _service(self, info: EngineInfo) -> Service[Any, Any]:
-        desk = Desk(self.gate, self._limits, self._metrics, self._settings.role, self._fail)
+    def _take_orders(self, endpoint: Endpoint) -> Orders:
+        presence = Presence(endpoint, self.gate, self._runtime.set_ready, LAST_WORDS_S)
+        orders = Orders(self._engine, presence, self.gate, self._settings.control_s, self._fail)
+        if self._settings.takes_orders:
+            expose_orders(self._runtime, orders)
+        return orders
+
+    def _fill_role(self, info: EngineInfo) -> tuple[Service[Any, Any], Probe]:
+        """Return what serves the role, and a probe: the least that the role does, done as for a client.
+
+        The probe goes through a gate of its own, so that it is never refused.
+        """
+        engine, directory = self._engine, Path(info.model_dir)
+        desk = Desk(self.gate, self._limits, self._metrics, self._role, self._fail)
+        side_desk = Desk(Gate(1), self._limits, self._metrics, "canary", self._fail)
+        if self._role == "embed":
+            encoder = PassageTokenizer(directory)
+            embed = EmbedHandler(engine, info, desk, encoder)
+            embed_probe = EmbedHandler(engine, info, side_desk, encoder)
+            service: Service[Any, Any] = Service(embed.embed, decode_embed, encode_embeddings)
+            return service, lambda: _exhaust(embed_probe.embed(ONE_VECTOR, _ProbeContext()))
+        probe = AggregatedHandler(engine, info, side_desk)
         if self._settings.accepts == "tokens":
-            return Service(AggregatedHandler(self._engine, info, desk).generate, decode_request, encode_chunk)
-        text = TextHandler(self._engine, info, desk, HubTokenizer(Path(info.model_dir)))
-        return Service(text.generate, decode_text, encode_text)
+            service = Service(AggregatedHandler(engine, info, desk).generate, decode_request, encode_chunk)
+        else:
+            text = TextHandler(engine, info, desk, HubTokenizer(directory))
+            service = Service(text.generate, decode_text, encode_text)
+        return service, lambda: _exhaust(probe.generate(ONE_TOKEN, _ProbeContext()))
 
-    async def _probe(self, info: EngineInfo) -> None:
-        """Make one token the way a client's request would; through a gate of its own, so that it is never refused."""
-        desk = Desk(Gate(1), self._limits, self._metrics, "canary", self._fail)
-        handler = AggregatedHandler(self._engine, info, desk)
-        request = GenerateRequest(token_ids=(1,), stop=StopConditions(max_tokens=1, ignore_eos=True))
-        async with aclosing(handler.generate(request, _ProbeContext())) as chunks:
-            async for _ in chunks:
-                pass
-
-    async def _serve(self, endpoint: Endpoint, info: EngineInfo, stopping: asyncio.Task[bool]) -> None:
+    async def _serve(self, orders: Orders, probe: Probe, stopping: asyncio.Task[bool]) -> None:
         """Serve until told to stop or until something fails that a restart must mend, then leave."""
 
         async def on_change(healthy: bool, problem: str) -> None:
-            self._set_healthy(healthy)
+            self._metrics.healthy.set(healthy)
             # A worker that cannot leave discovery, or come back, is of no use: the failure ends it.
-            await asyncio.wait_for(endpoint.restore() if healthy else endpoint.withdraw(), LAST_WORDS_S)
+            await (orders.presence.come_back if healthy else orders.presence.leave)(Absence.ILL)
 
         canary = Canary(
-            lambda: self._probe(info),
+            probe,
             lambda: self.gate.in_flight > 0,
             on_change,
             self._settings.canary_s,
             self._settings.canary_timeout_s,
             self._settings.stall_s,
+            lambda: orders.excused,
         )
         probing = self._guard("canary", canary.run())
         guards = [
             probing,
-            self._guard("watchdog", watch(self._engine, self._settings.stall_s)),
+            self._guard("watchdog", watch(self._engine, self._settings.stall_s, lambda: orders.excused)),
             self._guard("readings", self._read_engine()),
         ]
         try:
             await self._first_of(stopping)
             probing.cancel()  # it must not bring a worker back that is leaving
-            await self._leave(endpoint)
+            await self._leave(orders)
         finally:
             await _cancel(guards)
         if self._fatal.done():
             self._fatal.result()
 
-    async def _leave(self, endpoint: Endpoint) -> None:
+    async def _leave(self, orders: Orders) -> None:
         """Leave discovery, let requests finish for `drain_s`, fail the rest so that they move elsewhere.
 
         A failure, before or meanwhile, cuts it short.
         """
         self.gate.drain()
+        orders.close()
         self._set_healthy(False)
-        await _bounded("could not leave discovery", endpoint.withdraw(), LAST_WORDS_S)
+        await _bounded("could not leave discovery", orders.presence.aclose(), LAST_WORDS_S)
         log.info("draining %d requests for up to %g s", self.gate.in_flight, self._settings.drain_s)
         idle = asyncio.create_task(self.gate.idle(self._settings.drain_s))
         await self._first_of(idle)
@@ -251,15 +268,24 @@ class Worker:
             self._fail(error if isinstance(error, BatonError) else EngineDead(f"{task.get_name()}: {error!r}"))
 
     def _card(self, info: EngineInfo) -> ModelCard:
+        embeds = self._role == "embed"
         return ModelCard(
             name=info.model_name,
             directory=info.model_dir,
-            accepts=self._settings.accepts,
+            # The frontend cannot tokenise for encoders: it asks every model for an end-of-text token.
+            accepts="text" if embeds else self._settings.accepts,
+            surfaces=frozenset({"embeddings"} if embeds else {"chat", "completions"}),
             context_length=info.context_length,
             block_size=info.block_size,
             total_blocks=info.total_blocks,
             max_running=info.max_running,
         )
+
+
+async def _exhaust(replies: AsyncGenerator[Any, None]) -> None:
+    async with aclosing(replies):
+        async for _ in replies:
+            pass
 
 
 async def _bounded(complaint: str, work: Coroutine[Any, Any, None], limit_s: float) -> None:

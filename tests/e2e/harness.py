@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 BATON = str(Path(sys.executable).with_name("baton"))
 START_S = 30.0
+LOAD_S = 120.0  # for a worker that loads a model on a busy machine
 STOP_S = 60.0
 LOG_TAIL_CHARS = 3000
 LAST_SYSTEM_PORT = 32767
@@ -128,8 +129,9 @@ class Process:
 class System:
     """One OpenAI endpoint with its workers."""
 
-    def __init__(self, directory: Path, workers: int, namespace: str = "baton") -> None:
+    def __init__(self, directory: Path, workers: int, engine: str, namespace: str = "baton") -> None:
         self.directory = directory
+        self.start_s = START_S if engine == "echo" else LOAD_S
         self.workers = workers
         self.namespace = namespace
         self.port = free_ports(workers + 1)
@@ -201,9 +203,9 @@ class System:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    def ended(self, state: str, worker: int = 0) -> float:
+    def ended(self, state: str, worker: int = 0, role: str = "aggregated") -> float:
         """Return how many requests of clients have ended in `state`."""
-        return self.metric("baton_requests_total", worker, role="aggregated", state=state)
+        return self.metric("baton_requests_total", worker, role=role, state=state)
 
     def load(self, worker: int = 0) -> dict[str, float]:
         """Return what a worker has in hand."""
@@ -246,10 +248,16 @@ class Serve(System):
     """A `baton serve`."""
 
     def __init__(
-        self, directory: Path, *arguments: str, workers: int = 1, settings: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        *arguments: str,
+        engine: str = "echo",
+        workers: int = 1,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(directory, workers)
-        flags = ["--port", str(self.port), "--system-port", str(self.system_ports[0]), "--workers", str(workers)]
+        super().__init__(directory, workers, engine)
+        flags = ["--engine", engine, "--workers", str(workers)]
+        flags += ["--port", str(self.port), "--system-port", str(self.system_ports[0])]
         self.process = Process(
             ["serve", *flags, "--log-dir", str(directory), *arguments], directory / "serve.log", settings
         )
@@ -257,7 +265,7 @@ class Serve(System):
 
     def wait_ready(self) -> None:
         """See `System.wait_ready`."""
-        eventually(self._announced, START_S, "the ready line")
+        eventually(self._announced, self.start_s, "the ready line")
         eventually(lambda: self.instances() == self.workers, START_S, "every worker is known")
 
     def _announced(self) -> bool:
@@ -311,10 +319,15 @@ class Cluster(System):
     """A frontend and workers, each started by itself, that find each other by discovery."""
 
     def __init__(
-        self, directory: Path, *arguments: str, workers: int = 1, settings: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        *arguments: str,
+        engine: str = "echo",
+        workers: int = 1,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(directory, workers, (settings or {}).get("BATON_NAMESPACE", "baton"))
-        self._arguments = arguments
+        super().__init__(directory, workers, engine, (settings or {}).get("BATON_NAMESPACE", "baton"))
+        self._arguments = ("--engine", engine, *arguments)
         self._settings = {"BATON_RUNTIME_DIRECTORY": str(directory / "discovery"), **(settings or {})}
         self.frontend = Process(["frontend", "--port", str(self.port)], directory / "frontend.log", self._settings)
         self.processes = [self.start_worker(number) for number in range(workers)]
@@ -323,7 +336,7 @@ class Cluster(System):
     def wait_ready(self) -> None:
         """See `System.wait_ready`."""
         for number in range(self.workers):
-            eventually(lambda n=number: self.health(n) == 200, START_S, f"worker {number} is ready")
+            eventually(lambda n=number: self.health(n) == 200, self.start_s, f"worker {number} is ready")
         eventually(self.is_ready, START_S, "the model is listed")
         eventually(lambda: self.instances() == self.workers, START_S, "every worker is known")
 
@@ -357,6 +370,11 @@ def _fetch(request: urllib.request.Request) -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode(errors="replace")
+
+
+def fetch(url: str, body: bytes | None = None) -> tuple[int, str]:
+    """Post `body` to `url`, or get it if there is none; return the status and the body of the answer."""
+    return _fetch(urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}))
 
 
 def events(text: str) -> Iterator[tuple[str, str]]:

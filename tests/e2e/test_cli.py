@@ -40,8 +40,9 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 
 
 def place(command: str, directory: Path) -> tuple[str, ...]:
-    """Return the flags that keep a `baton serve` out of the way of others."""
-    return ("--port", str(free_ports(1)), "--log-dir", str(directory / "logs")) if command == "serve" else ()
+    """Return the flags that keep a `baton serve` out of the way of others, and a worker from needing a model."""
+    ours = ("--port", str(free_ports(1)), "--log-dir", str(directory / "logs")) if command == "serve" else ()
+    return (*ours, "--engine", "echo")
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_a_wrong_flag_is_refused(arguments: tuple[str, ...], word: str) -> None:
 
 @pytest.mark.parametrize("command", ["serve", "worker"])
 def test_an_unknown_engine_is_refused(tmp_path: Path, command: str) -> None:
-    assert_refused(baton(command, "--engine", "steam", *place(command, tmp_path)), "steam", "echo")
+    assert_refused(baton(command, *place(command, tmp_path), "--engine", "steam"), "steam", "echo", "torch")
 
 
 @pytest.mark.parametrize("command", ["serve", "worker"])
@@ -166,6 +167,18 @@ def test_a_missing_model_directory_is_refused(tmp_path: Path, command: str) -> N
     port = place(command, tmp_path)
     assert_refused(baton(command, "--model", str(tmp_path / "none"), *port), "none", "does not exist")
     assert_refused(baton(command, "--model", str(tmp_path), *port), "config.json")
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_model_of_a_hub_that_must_not_be_asked_is_refused(tmp_path: Path, command: str) -> None:
+    pytest.importorskip("huggingface_hub")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = baton(command, *place(command, tmp_path), "--model", "someone/something", **offline)
+    assert_refused(done, "someone/something", "HF_HUB_OFFLINE", "smollm2")
+
+
+def test_a_role_that_the_model_cannot_fill_is_refused() -> None:
+    assert_refused(baton("worker", "--engine", "echo", "--role", "embed"), "echo", "embed")
 
 
 @pytest.mark.parametrize("command", ["serve", "worker"])
@@ -217,7 +230,8 @@ def test_a_log_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> No
 
 def test_an_address_for_workers_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     directory = {"BATON_RUNTIME_DIRECTORY": str(tmp_path)}
-    assert_refused(baton("worker", "--runtime-bind", "192.0.2.1", **directory), "192.0.2.1", "--runtime-bind")
+    elsewhere = baton("worker", "--engine", "echo", "--runtime-bind", "192.0.2.1", **directory)
+    assert_refused(elsewhere, "192.0.2.1", "--runtime-bind")
 
 
 @pytest.mark.parametrize("command", ["worker", "frontend"])
@@ -230,8 +244,8 @@ def test_an_address_for_workers_that_is_not_ours_is_refused(tmp_path: Path) -> N
     ids=["etcd", "nats"],
 )
 def test_a_service_that_cannot_be_reached_is_named(command: str, settings: dict[str, str]) -> None:
-    port = {"BATON_PORT": str(free_ports(1))}
-    assert_refused(baton(command, **settings, **port), "127.0.0.1:9")
+    ours = {"BATON_PORT": str(free_ports(1)), "BATON_ENGINE": "echo"}
+    assert_refused(baton(command, **settings, **ours), "127.0.0.1:9")
 
 
 def test_flags_win_over_variables_and_variables_over_the_file(tmp_path: Path, taken_port: int) -> None:

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold, block_hashes
+from baton.block_hash import block_hashes
+from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold
 
 TOTAL = 12
 
@@ -40,7 +41,7 @@ class Storm(RuleBasedStateMachine):
             return None
         self.inside += 1
         assert len(hold.named) + hold.own == blocks
-        assert hold.named == block_hashes(prompt, salt)
+        assert hold.named == block_hashes(prompt, BLOCK, salt)
         assert before <= self.ledger.used <= before + blocks
         self.forget_evicted()
         assert set(hold.named[: hold.cached]) <= self.reusable
@@ -99,8 +100,8 @@ def test_a_prefix_that_was_used_before_is_reused() -> None:
 
 
 def test_a_salt_keeps_prefixes_apart() -> None:
-    assert set(block_hashes(tokens_of([1, 2]), "a")).isdisjoint(block_hashes(tokens_of([1, 2]), "b"))
-    assert block_hashes(tokens_of([1, 2]), None) == block_hashes(tokens_of([1, 2], 5), None)
+    assert set(block_hashes(tokens_of([1, 2]), BLOCK, "a")).isdisjoint(block_hashes(tokens_of([1, 2]), BLOCK, "b"))
+    assert block_hashes(tokens_of([1, 2]), BLOCK) == block_hashes(tokens_of([1, 2], 5), BLOCK)
 
 
 def test_kept_blocks_make_room_for_requests_and_are_told() -> None:
@@ -116,9 +117,9 @@ def test_kept_blocks_make_room_for_requests_and_are_told() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=5 * BLOCK))
 def test_hashes_name_full_blocks_and_depend_on_all_before_them(token_ids: list[int]) -> None:
-    hashes = block_hashes(token_ids, None)
+    hashes = block_hashes(token_ids, BLOCK)
     assert len(hashes) == len(token_ids) // BLOCK
     assert all(-(2**63) <= name < 2**63 for name in hashes)
     if hashes:
         changed = [token_ids[0] ^ 1, *token_ids[1:]]
-        assert set(hashes).isdisjoint(block_hashes(changed, None))
+        assert set(hashes).isdisjoint(block_hashes(changed, BLOCK))

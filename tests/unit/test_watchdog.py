@@ -78,3 +78,15 @@ def test_watch_leaves_idle_and_moving_engines_alone() -> None:
                 await asyncio.wait_for(watch(moving, 0.5), 1.0)
 
     run_bounded(body())
+
+
+def test_watch_leaves_an_engine_alone_that_is_excused() -> None:
+    async def body() -> None:
+        engine = EchoEngine(EchoOptions(faults=True))
+        async with running(engine):
+            engine.submit(Work(request_id=RequestId("r"), token_ids=tuple(b"[[stall]]"), max_tokens=9))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(watch(engine, 0.05, lambda: True), 0.3)
+            await engine.abort(RequestId("r"))
+
+    run_bounded(body())

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.build import prepare_model
 from baton.config import Settings
 from baton.engines.echo import EchoEngine, EchoOptions
 from baton.errors import (
@@ -28,7 +29,7 @@ from baton.ports.engine import Engine, EngineInfo
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.runtimes.memory import MemoryClient, MemoryEndpoint, MemoryRuntime
 from baton.testing import Script, ScriptedEngine, eventually, run_bounded
-from baton.worker import Worker, build_engine
+from baton.worker import Worker
 
 PATH = "baton.worker.generate"
 WELL: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
@@ -224,14 +225,14 @@ def test_a_start_that_takes_too_long_is_given_up() -> None:
 
 def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'warp'.*echo"):
-        build_engine(msgspec.structs.replace(Settings(), engine="warp"))
+        prepare_model(msgspec.structs.replace(Settings(), engine="warp"))
 
 
 @pytest.mark.parametrize("model", ["no/such/directory", "."])
 def test_a_model_directory_that_is_none_is_refused_by_name(model: str, tmp_path: Path) -> None:
     path = str(tmp_path / model)
     with pytest.raises(ConfigError, match="model directory"):
-        build_engine(msgspec.structs.replace(Settings(), model=path))
+        prepare_model(msgspec.structs.replace(Settings(), engine="echo", model=path))
 
 
 # Draining

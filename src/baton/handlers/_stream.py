@@ -67,9 +67,7 @@ def _chunks(outputs: list[Output], work: Work, call: Call, last: bool) -> list[C
         usage = _usage(call) if last and end is ends[-1] else None
         tokens, logprobs = (delta.token_ids, delta.logprobs) if delta else ([], None)
         prompt = None if end.prompt_logprobs is None else _by_token(work.token_ids, end.prompt_logprobs)
-        chunks.append(
-            Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage, prompt_logprobs=prompt)
-        )
+        chunks.append(Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage, prompt_logprobs=prompt))
     chunks[:0] = [Chunk(delta.token_ids, delta.index, delta.logprobs) for delta in deltas.values()]
     return chunks
 

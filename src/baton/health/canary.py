@@ -33,6 +33,7 @@ class Canary:
         interval_s: float,
         timeout_s: float,
         give_up_s: float,
+        excused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._probe = probe
         self._busy = busy
@@ -40,21 +41,28 @@ class Canary:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._give_up_s = give_up_s
+        self._excused = excused
         self.healthy = True
 
     async def run(self) -> None:
         """Probe until no probe has been answered for `give_up_s`, then raise EngineStalled.
 
-        A busy worker is left to the watchdog: its own requests are the probe.
+        A busy worker is left to the watchdog: its own requests are the probe. One that is excused, before a probe or
+        during it, need not answer.
         """
         clock = asyncio.get_running_loop().time
         failing_since: float | None = None
         while True:
             await asyncio.sleep(self._interval_s)
+            if self._excused():
+                failing_since = None
+                continue
             if self._busy() and self.healthy:
                 continue
             started = clock()
             problem = await try_probe(self._probe, self._timeout_s)
+            if problem is not None and self._excused():
+                continue
             if problem is None:
                 failing_since = None
             elif failing_since is None:

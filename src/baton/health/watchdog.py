@@ -1,6 +1,7 @@
 """The watchdog: an engine that has work and does not move is stuck."""
 
 import asyncio
+from collections.abc import Callable
 
 from baton.errors import EngineStalled
 from baton.ports.engine import Engine, Progress
@@ -25,15 +26,19 @@ class StallClock:
         return stuck_s if stuck_s >= self._stall_s else None
 
 
-async def watch(engine: Engine, stall_s: float) -> None:
-    """Look at the engine's progress until it stalls. Raises EngineStalled; never returns."""
+async def watch(engine: Engine, stall_s: float, excused: Callable[[], bool] = lambda: False) -> None:
+    """Look at the engine's progress until it stalls. Raises EngineStalled; never returns.
+
+    While it is excused, an engine need not move.
+    """
     clock = StallClock(stall_s)
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(min(1.0, stall_s / 4))
-        stuck_s = clock.stalled_for(engine.progress(), loop.time())
+        progress = engine.progress()
+        due = Progress(progress.steps, 0, 0) if excused() else progress
+        stuck_s = clock.stalled_for(due, loop.time())
         if stuck_s is not None:
-            progress = engine.progress()
             raise EngineStalled(
                 f"no step for {stuck_s:.1f} s with {progress.running} running and {progress.waiting} waiting requests"
             )

@@ -6,12 +6,15 @@ import msgspec
 import tokenizers
 
 from baton.errors import ConfigError
+from baton.models.demo import DEMOS, prepare_demo
+from baton.models.hub import fetch_from_hub, is_hub_id
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a model's config.json that every engine needs."""
 
     vocab_size: int
+    model_type: str = ""
     max_position_embeddings: int | None = None
     eos_token_id: int | list[int] | None = None
 
@@ -27,20 +30,29 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 return tuple(tokens)
 
 
-def resolve_model(model: str) -> Path:
-    """Return the directory of `model`. Raises ConfigError, saying what to do, if it is not one."""
+def resolve_model(model: str, cache_dir: Path) -> Path:
+    """Return the directory of `model`: a demo model, a directory, or a model of the Hugging Face hub, in this order.
+
+    Fetches what is not here, which may take minutes, and blocks meanwhile. Raises ConfigError, saying what to do.
+    """
+    if model in DEMOS:
+        return prepare_demo(DEMOS[model], cache_dir)
     directory = Path(model).expanduser()
-    if not directory.is_dir():
-        raise ConfigError(f"model directory {model!r} does not exist; give the path of a Hugging Face model directory")
-    for name in ("config.json", "tokenizer.json"):
-        if not (directory / name).is_file():
-            raise ConfigError(f"model directory {model!r} has no {name}")
-    read_config(directory)
-    try:
-        tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises plain Exception; unread, the frontend would wait for it in vain
-        raise ConfigError(f"cannot read {directory / 'tokenizer.json'}: {error}") from error
+    if not directory.is_dir() and is_hub_id(model):
+        directory = fetch_from_hub(model)
+    elif not directory.is_dir():
+        raise ConfigError(
+            f"model directory {model!r} does not exist; give the path of a model directory, a Hugging Face id "
+            f"(owner/name), or one of: {', '.join(DEMOS)}"
+        )
+    _check(directory, model)
     return directory.resolve()
+
+
+def served_name(model: str) -> str:
+    """Return the name that `model` is served under unless another is asked for."""
+    directory = Path(model).expanduser()
+    return model if model in DEMOS or not directory.is_dir() else directory.resolve().name
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -50,3 +62,15 @@ def read_config(directory: Path) -> ModelConfig:
         return msgspec.json.decode(path.read_bytes(), type=ModelConfig)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def _check(directory: Path, model: str) -> None:
+    """Read what every engine will read, so that what is wrong with it is said before anything starts."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise ConfigError(f"model directory {model!r} has no {name}")
+    read_config(directory)
+    try:
+        tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises plain Exception; unread, the frontend would wait for it in vain
+        raise ConfigError(f"cannot read {directory / 'tokenizer.json'}: {error}") from error

@@ -10,6 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
 from baton.errors import ConfigError, InvalidRequest
+from baton.models.sentence import read_layout
 
 
 class HubTokenizer:
@@ -48,6 +49,24 @@ class HubTokenizer:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse
         return environment.from_string(template)
+
+
+class PassageTokenizer:
+    """A TextEncoder (see `ports/tokenizer.py`)."""
+
+    def __init__(self, directory: Path) -> None:
+        self._lowercase = read_layout(directory).lowercase
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ConfigError(f"cannot read the tokenizer in {directory}: {error}") from error
+        self._tokenizer.no_truncation()  # a text that is too long is refused, and not cut in silence
+        self._tokenizer.no_padding()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `TextEncoder.encode_batch`."""
+        batch = [text.lower() for text in texts] if self._lowercase else list(texts)
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(batch)]
 
 
 class HubDecoder:

@@ -22,3 +22,10 @@ class Tokenizer(Protocol):
 
     def render_chat(self, messages: Sequence[dict[str, object]]) -> str:
         """Return the prompt for a chat. Raises InvalidRequest if the template refuses the messages."""
+
+
+class TextEncoder(Protocol):
+    """Text to tokens for models that embed. Safe to use from several threads."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, whole and with the special tokens that the model expects around it."""

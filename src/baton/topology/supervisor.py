@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import tempfile
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.build import prepare_model
 from baton.config import Settings, to_environment
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.runtimes.dynamo.listener import refuse_unusable_address
@@ -24,16 +26,24 @@ LONGEST_BACKOFF_S = 15.0
 STOP_MARGIN_S = 15.0
 
 
-def run_supervisor(settings: Settings, announce: Callable[[str], None]) -> int:
-    """Run the whole system until it is told to stop; `announce` is called once when it serves, with the address."""
+Announce = Callable[[str, Settings], None]
+
+
+def run_supervisor(settings: Settings, announce: Announce) -> int:
+    """Run the whole system until it is told to stop; `announce` is called once when it serves, with the model's name.
+
+    The model is fetched here, once and before the clock of `start_s` runs, so that workers do not all try to.
+    """
     import uvloop
 
+    refuse_unusable_address(settings.host, settings.port, "--host", "--port")
+    _open_log_dir(settings.log_dir)
+    settings = prepare_model(settings)
     with tempfile.TemporaryDirectory(prefix="baton-") as run_dir:
         return uvloop.run(_main(settings, Path(run_dir), announce))
 
 
-async def _main(settings: Settings, run_dir: Path, announce: Callable[[str], None]) -> int:
-    refuse_unusable_address(settings.host, settings.port, "--host", "--port")
+async def _main(settings: Settings, run_dir: Path, announce: Announce) -> int:
     if settings.runtime.discovery == "file" and not settings.runtime.directory:
         runtime = msgspec.structs.replace(settings.runtime, directory=str(run_dir / "discovery"))
         settings = msgspec.structs.replace(settings, runtime=runtime)
@@ -42,7 +52,7 @@ async def _main(settings: Settings, run_dir: Path, announce: Callable[[str], Non
     try:
         model = await supervisor.start(stop)
         if model is not None:
-            announce(model)
+            announce(model, settings)
             await supervisor.watch(stop)
     finally:
         await supervisor.stop()
@@ -78,7 +88,8 @@ class Supervisor:
 
         self._frontend = process("frontend", "frontend", {})
         self._workers = [
-            process(f"worker-{number}", "worker", self._port_of(number)) for number in range(settings.workers)
+            process(f"worker-{number}", "worker", {**self._port_of(number), **self._share_of_cores()})
+            for number in range(settings.workers)
         ]
 
     async def start(self, stop: asyncio.Event) -> str | None:
@@ -183,3 +194,10 @@ class Supervisor:
     def _port_of(self, number: int) -> dict[str, str]:
         base = self._settings.system_port
         return {"BATON_SYSTEM_PORT": str(base + number)} if base else {}
+
+    def _share_of_cores(self) -> dict[str, str]:
+        """Workers that share a machine share its cores: more threads than cores wait for each other."""
+        workers = self._settings.workers
+        if self._settings.torch.threads or workers == 1:
+            return {}
+        return {"BATON_TORCH_THREADS": str(max(1, len(os.sched_getaffinity(0)) // workers))}

@@ -1,13 +1,13 @@
 """What an operator may ask of the engine, done between two steps: memory, weights, pauses, the cache, profiles."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from baton.engines.torch.memory import Arena, available_bytes
 from baton.engines.torch.recording import Recording
-from baton.engines.torch.weights import WeightGroup, apply_update
-from baton.errors import BatonError, EngineFailed, InvalidRequest, Paused, Unsupported
+from baton.engines.torch.weights import Put, WeightGroup, gather
+from baton.errors import EngineFailed, InvalidRequest, Paused, Unsupported
 from baton.protocol.control import (
     ClearCache,
     Continue,
@@ -21,6 +21,7 @@ from baton.protocol.control import (
     StopProfile,
     UpdateWeights,
     Verb,
+    WeightSource,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Controls:
         self._core = core
         self._held = False
         self._group: WeightGroup | None = None
+        self._closed = False
         self._recording: Recording | None = None
         self._recorded: str | None = None
 
@@ -47,8 +49,23 @@ class Controls:
         """Whether steps must wait: an operator said so, or memory that they need is given back."""
         return self._held or bool(self._released())
 
-    def obey(self, verb: Verb) -> Outcome:
-        """Do it. Raises Unsupported, InvalidRequest or EngineFailed."""
+    def prepare(self, verb: Verb) -> Callable[[], Outcome]:
+        """Do what of `verb` has to wait for other processes; return the rest, to be done between two steps.
+
+        For one verb at a time, on a thread of its own: it touches nothing that a step uses, so that steps go on. Both
+        raise Unsupported, InvalidRequest or EngineFailed.
+        """
+        match verb:
+            case JoinGroup():
+                joined = self._join(verb)
+                return lambda: joined
+            case UpdateWeights():
+                put = self._gather(verb.source)
+                return lambda: self._update(put, verb.version)
+            case _:
+                return lambda: self._obey(verb)
+
+    def _obey(self, verb: Verb) -> Outcome:
         match verb:
             case ReleaseMemory():
                 return self._release(self._arenas(verb.tags))
@@ -61,16 +78,14 @@ class Controls:
             case ClearCache():
                 self._core.scheduler.clear()
                 return Outcome(message="the prefix cache is empty")
-            case UpdateWeights():
-                return self._update(verb)
-            case JoinGroup():
-                return self._join(verb)
             case LeaveGroup():
                 return self._leave(verb.group)
             case StartProfile():
                 return self._start_profile(verb)
             case StopProfile():
                 return self._stop_profile()
+            case UpdateWeights() | JoinGroup():
+                raise AssertionError("these have been prepared")
 
     def after_step(self) -> None:
         """Count a step of a recording that ends by itself."""
@@ -85,9 +100,8 @@ class Controls:
         if self._recording is not None:
             self._recording.discard()
             self._recording = None
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._closed = True
+        self._leave_if_of_no_use()
         for arena in self._arenas((KV_CACHE, WEIGHTS)).values():
             arena.close()
 
@@ -166,25 +180,27 @@ class Controls:
         for sequence in tuple(self._core.scheduler.running):
             self._core.scheduler.retract(sequence)
 
-    def _update(self, verb: UpdateWeights) -> Outcome:
+    def _gather(self, source: WeightSource) -> Put:
         runner = self._core.runner
         if runner.weights_arena.released:
             raise InvalidRequest("the weights are released; resume them before an update")
         try:
-            count = apply_update(verb.source, runner.parts, runner.config, self._group)
-        except BatonError:
-            if self._group is not None and self._group.broken:
-                self._leave(self._group.name)
-            raise
+            return gather(source, runner.parts, runner.config, self._group)
+        finally:
+            self._leave_if_of_no_use()
+
+    def _update(self, put: Put, version: str) -> Outcome:
+        count = put()
         # Keys and values of the old weights are worth nothing now.
         self._retract_all()
         self._core.scheduler.clear()
-        return Outcome(message=f"{count} tensors updated", weight_version=verb.version)
+        return Outcome(message=f"{count} tensors updated", weight_version=version)
 
     def _join(self, verb: JoinGroup) -> Outcome:
         if self._group is not None:
             raise InvalidRequest(f"group: already in {self._group.name!r}; leave it first")
         self._group = WeightGroup(verb, self._core.runner.device)
+        self._leave_if_of_no_use()
         return Outcome(message=f"joined {verb.group}")
 
     def _leave(self, name: str) -> Outcome:
@@ -193,6 +209,11 @@ class Controls:
         self._group.close()
         self._group = None
         return Outcome(message=f"left {name}")
+
+    def _leave_if_of_no_use(self) -> None:
+        if self._group is not None and (self._closed or self._group.broken) and not self._group.receiving:
+            self._group.close()
+            self._group = None
 
     def _start_profile(self, verb: StartProfile) -> Outcome:
         if self._recording is not None:

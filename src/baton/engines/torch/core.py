@@ -1,6 +1,7 @@
 """Everything that happens on the engine's own thread: requests in, steps, outputs out. Knows no event loop."""
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from baton.engines.torch.blocks import BlockPool
@@ -118,9 +119,9 @@ class Core:
         """See `Stepper.close`."""
         self._controls.close()
 
-    def obey(self, verb: Verb) -> Outcome:
-        """Do what an operator asks."""
-        return self._controls.obey(verb)
+    def prepare(self, verb: Verb) -> Callable[[], Outcome]:
+        """See `Controls.prepare`; the one thing here that another thread may call."""
+        return self._controls.prepare(verb)
 
     def fail(self, request_id: RequestId, error: BatonError) -> None:
         """End a request with an error."""

@@ -13,7 +13,7 @@ from baton.engines.torch.guided import GuideCompiler
 from baton.engines.torch.options import TorchOptions
 from baton.engines.torch.plan import Guide, SamplingDefaults, make_plan, read_defaults
 from baton.engines.torch.sequence import Sequence
-from baton.engines.torch.thread import EngineThread
+from baton.engines.torch.thread import EngineThread, aside
 from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
 from baton.models.directory import read_config
 from baton.models.terminal import ProgressLine
@@ -45,7 +45,8 @@ class TorchEngine:
         self._vocabulary = 0
         self._open: dict[RequestId, OutputStream] = {}
         self._arrivals = itertools.count()
-        self._controlling = 0
+        self._controlling = False
+        self._ordering = asyncio.Lock()
         self._events: deque[KvEvent] = deque()
         self._load: LoadSnapshot | None = None
         self._news = asyncio.Event()
@@ -125,11 +126,15 @@ class TorchEngine:
     async def control(self, verb: Verb) -> Outcome:
         """See `Engine.control`."""
         self._alive()
-        self._controlling += 1
-        try:
-            return await self._thread.ask(lambda core: core.obey(verb))
-        finally:
-            self._controlling -= 1
+        async with self._ordering:
+            core = self._core
+            assert core is not None
+            finish = await aside("torch-orders", lambda: core.prepare(verb))
+            self._controlling = True
+            try:
+                return await self._thread.ask(lambda _: finish())
+            finally:
+                self._controlling = False
 
     def progress(self) -> Progress:
         """See `Engine.progress`."""

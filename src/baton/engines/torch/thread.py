@@ -11,6 +11,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from baton.errors import EngineDead
@@ -148,8 +149,31 @@ class EngineThread(Generic[S, N]):
 
     def post(self, callback: Callable[..., None], *args: object) -> None:
         """Have the event loop call `callback`, from any thread; a loop that has ended calls nothing."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, *args)
+        if self._loop is not None:
+            _post(self._loop, callback, *args)
+
+
+async def aside(name: str, work: Callable[[], T]) -> T:
+    """Run `work` on a thread of its own and return its result; nobody waits for it when the process ends."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - it goes to who asked
+            _post(loop, _fail, answer, error)
+        else:
+            _post(loop, _resolve, answer, result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await answer
+
+
+def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> None:
+    if not loop.is_closed():
+        with suppress(RuntimeError):  # it has ended just now
+            loop.call_soon_threadsafe(callback, *args)
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

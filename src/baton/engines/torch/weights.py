@@ -5,7 +5,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,6 +34,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _SHARED_MEMORY = Path("/dev/shm")
 
 Parts = Mapping[str, Tensor]
+Put = Callable[[], int]
+"""Replaces weights between two steps; returns how many tensors."""
 
 
 class WeightGroup:
@@ -42,6 +44,7 @@ class WeightGroup:
     def __init__(self, verb: JoinGroup, device: torch.device) -> None:
         self.name = verb.group
         self.broken = False
+        self.receiving = False
         self._device = device
         if verb.rank >= verb.size:
             raise InvalidRequest(f"rank: a group of {verb.size} has no rank {verb.rank}")
@@ -65,17 +68,19 @@ class WeightGroup:
         """Return the next tensors that rank 0 broadcasts. A group that has failed once is of no more use."""
         deadline = time.monotonic() + timeout_s
         tensors: dict[str, Tensor] = {}
+        self.receiving = True
         for spec in specs:
             tensor = torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=self._device)
             try:
                 _broadcast(tensor, timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except RuntimeError as error:
-                self.broken = True
+                self.broken, self.receiving = True, False
                 raise EngineFailed(
                     f"{spec.name} did not arrive through the group {self.name}, which has been left; join it again:"
                     f" {_first_line(error)}"
                 ) from error
             tensors[spec.name] = tensor
+        self.receiving = False
         return tensors
 
     def close(self) -> None:
@@ -93,26 +98,27 @@ def _broadcast(tensor: Tensor, timeout: timedelta) -> None:
     group.broadcast([tensor], options).wait(timeout)
 
 
-def apply_update(source: WeightSource, parts: Parts, config: LlamaConfig, group: WeightGroup | None) -> int:
-    """Replace weights, all that the source names or none; return how many tensors.
+def gather(source: WeightSource, parts: Parts, config: LlamaConfig, group: WeightGroup | None) -> Put:
+    """Check what the source names and wait for what has to arrive, on any thread; return what puts it in place.
 
-    Raises InvalidRequest for what does not fit the model and EngineFailed for what did not arrive.
+    Both raise InvalidRequest for what does not fit the model and EngineFailed for what did not arrive, and then not one
+    tensor has been replaced.
     """
+    if isinstance(source, FromDisk):
+        directory = Path(source.path).expanduser()
+        return lambda: _from_disk(directory, parts, config)
+    _check(source.tensors, parts)
     match source:
-        case FromDisk():
-            return _from_disk(Path(source.path).expanduser(), parts, config)
         case FromTensors():
-            _check(source.tensors, parts)
-            return _replace({spec.name: _inline(spec) for spec in source.tensors}, parts)
+            tensors = {spec.name: _inline(spec) for spec in source.tensors}
         case FromSharedMemory():
-            _check(source.tensors, parts)
             memory = _map_segment(source.segment)
-            return _replace({spec.name: _shared(spec, memory) for spec in source.tensors}, parts)
+            tensors = {spec.name: _shared(spec, memory) for spec in source.tensors}
         case FromGroup():
             if group is None or group.name != source.group:
                 raise InvalidRequest(f"group: not in {source.group!r}; join it first")
-            _check(source.tensors, parts)
-            return _replace(group.receive(source.tensors, source.timeout_s), parts)
+            tensors = group.receive(source.tensors, source.timeout_s)
+    return lambda: _replace(tensors, parts)
 
 
 def _from_disk(directory: Path, parts: Parts, config: LlamaConfig) -> int:

@@ -1,0 +1,107 @@
+"""Whether this worker takes requests: its place in discovery, by the reasons that keep it out."""
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from baton.errors import EngineDead, PeerLost
+from baton.ports.runtime import Endpoint
+
+log = logging.getLogger(__name__)
+
+
+class Door(Protocol):
+    """What lets requests in, one by one; those on their way when the worker leaves discovery meet it shut."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are inside."""
+
+    def pause(self) -> None:
+        """Let nobody in, for now."""
+
+    def resume(self) -> None:
+        """Let requests in again."""
+
+
+class Absence(enum.Enum):
+    """Why a worker is out of discovery."""
+
+    ILL = "ill"  # the canary has no answer
+    ORDERED = "ordered"  # an operator has paused it or released its memory
+
+
+class Presence:
+    """Lists a worker in discovery while there is no reason against it.
+
+    `leave` and `come_back` are for several callers; each waits until discovery has been told.
+    """
+
+    def __init__(self, endpoint: Endpoint, door: Door, set_ready: Callable[[bool], None], limit_s: float = 5.0) -> None:
+        self._endpoint = endpoint
+        self._door = door
+        self._set_ready = set_ready
+        self._limit_s = limit_s
+        self._reasons: set[Absence] = set()
+        self._closed = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def listed(self) -> bool:
+        """Whether discovery has this worker."""
+        return not self._reasons and not self._closed
+
+    async def leave(self, reason: Absence) -> None:
+        """Be out of discovery for `reason`. Raises PeerLost, and the worker is as it was, if discovery does not answer.
+
+        Requests that run go on. By order, those that come all the same are refused, so that they move on.
+        """
+        async with self._lock:
+            if reason in self._reasons:
+                return
+            if self.listed:
+                await self._withdraw()
+            self._reasons.add(reason)
+            if reason is Absence.ORDERED:
+                self._door.pause()
+
+    async def come_back(self, reason: Absence) -> None:
+        """Forget `reason`; with none left, be in discovery again.
+
+        Raises EngineDead if that fails: a worker that cannot be found is of no use, and a restart mends it.
+        """
+        async with self._lock:
+            if reason not in self._reasons:
+                return
+            self._reasons.discard(reason)
+            if reason is Absence.ORDERED:
+                self._door.resume()
+            if self.listed:
+                await self._restore()
+
+    async def aclose(self) -> None:
+        """Leave discovery for good: from now on nothing brings the worker back."""
+        self._closed = True
+        async with self._lock:
+            await self._told(self._endpoint.withdraw())
+
+    async def _withdraw(self) -> None:
+        try:
+            await self._told(self._endpoint.withdraw())
+        except Exception as error:
+            log.warning("could not leave discovery: %r", error)
+            await self._restore()
+            raise PeerLost(f"this worker could not leave discovery, so nothing was done: {error!r}") from error
+        self._set_ready(False)
+
+    async def _restore(self) -> None:
+        try:
+            await self._told(self._endpoint.restore())
+        except Exception as error:
+            raise EngineDead(f"this worker could not come back into discovery: {error!r}") from error
+        self._set_ready(True)
+
+    async def _told(self, telling: Coroutine[Any, Any, None]) -> None:
+        await asyncio.wait_for(telling, self._limit_s)

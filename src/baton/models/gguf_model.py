@@ -1,0 +1,188 @@
+"""A GGUF file as a model directory in the Hugging Face layout: weights, configuration, tokenizer, chat template.
+
+It knows Llama models with a SmolLM tokenizer, which is what the demo model is; everything else is refused by name.
+"""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from gguf import GGUFReader
+
+INSTALL = "pip install 'baton-serve[torch]'"
+
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_CONTROL_TOKEN = 3
+
+Report = Callable[[int, int], None]
+
+
+def refuse_without_gguf() -> None:
+    """Raise ConfigError if what reads GGUF files is not installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(f"converting the model needs the package gguf, not installed here: {INSTALL}")
+
+
+def convert_gguf(source: Path, target: Path, report: Report) -> None:
+    """Write the model in `source` to the directory `target`, in bfloat16; `report` is told tensors done and in all.
+
+    Raises ConfigError if the file is broken or holds another kind of model, or if what reads it is not installed.
+    """
+    refuse_without_gguf()
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(source)
+        values = _Values(reader)
+        for key, known in (("general.architecture", "llama"), ("tokenizer.ggml.pre", "smollm")):
+            if values[key] != known:
+                raise ConfigError(f"{source.name} has {key} {values[key]!r}; only {known!r} can be converted")
+        target.mkdir()
+        _write_weights(reader, values, target / "model.safetensors", report)
+        _write_tokenizer(values, target)
+    except (ValueError, IndexError, KeyError, NotImplementedError) as error:
+        raise ConfigError(f"cannot read {source}: {error!r}") from error
+    tied = not any(tensor.name == "output.weight" for tensor in reader.tensors)
+    _write_json(target / "config.json", _config(values, tied))
+    ends = {
+        "bos_token_id": values["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": values["tokenizer.ggml.eos_token_id"],
+    }
+    _write_json(target / "generation_config.json", {**ends, "pad_token_id": values["tokenizer.ggml.padding_token_id"]})
+
+
+class _Values:
+    """The metadata of a GGUF file, by key."""
+
+    def __init__(self, reader: "GGUFReader") -> None:
+        self._fields = reader.fields
+
+    def __getitem__(self, key: str) -> Any:
+        return self._fields[key].contents()
+
+
+def _config(values: _Values, tied: bool) -> dict[str, object]:
+    heads = values["llama.attention.head_count"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(values["tokenizer.ggml.tokens"]),
+        "hidden_size": values["llama.embedding_length"],
+        "intermediate_size": values["llama.feed_forward_length"],
+        "num_hidden_layers": values["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": values["llama.attention.head_count_kv"],
+        "head_dim": values["llama.embedding_length"] // heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": values["llama.context_length"],
+        # Stored as 32-bit floats; the nearest short decimal is the number that was meant.
+        "rms_norm_eps": float(f"{values['llama.attention.layer_norm_rms_epsilon']:.6g}"),
+        "rope_theta": float(f"{values['llama.rope.freq_base']:.6g}"),
+        "tie_word_embeddings": tied,
+        "bos_token_id": values["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": values["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": values["tokenizer.ggml.padding_token_id"],
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _write_weights(reader: "GGUFReader", values: _Values, path: Path, report: Report) -> None:
+    """Write a safetensors file: the length of the header, the header, and the tensors one after the other."""
+    from gguf import dequantize
+
+    heads = {
+        "attn_q": values["llama.attention.head_count"],
+        "attn_k": values["llama.attention.head_count_kv"],
+    }
+    header, offset = {}, 0
+    for tensor in reader.tensors:
+        shape = [int(size) for size in reversed(tensor.shape)]
+        end = offset + 2 * int(tensor.n_elements)
+        header[_hub_name(tensor.name)] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    described = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    described += b" " * (-len(described) % 8)
+    with path.open("wb") as file:
+        file.write(len(described).to_bytes(8, "little") + described)
+        for number, tensor in enumerate(reader.tensors):
+            weight = dequantize(tensor.data, tensor.tensor_type)
+            part = tensor.name.split(".")[-2]
+            file.write(_bfloat16(_unpermute(weight, heads[part]) if part in heads else weight))
+            report(number + 1, len(reader.tensors))
+
+
+def _hub_name(name: str) -> str:
+    """Return what Hugging Face calls the tensor. Raises KeyError for one that a Llama does not have."""
+    match name.split("."):
+        case ["blk", number, part, "weight"]:
+            return f"model.layers.{number}.{_LAYER[part]}.weight"
+        case [part, "weight"]:
+            return f"{_OUTER[part]}.weight"
+        case _:
+            raise KeyError(name)
+
+
+def _unpermute(weight: "np.ndarray[Any, Any]", heads: int) -> "np.ndarray[Any, Any]":
+    """Put the rows of a q or k projection back: GGUF has the two halves of each head interleaved, row by row."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _bfloat16(weight: "np.ndarray[Any, Any]") -> bytes:
+    """Return 32-bit floats as bfloat16: the upper half of the bits, rounded to nearest, ties to even."""
+    import numpy as np
+
+    bits = np.ascontiguousarray(weight, dtype=np.float32).view(np.uint32)
+    odd = (bits >> 16) & 1
+    return ((bits + 0x7FFF + odd) >> 16).astype("<u2").tobytes()
+
+
+def _write_tokenizer(values: _Values, target: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens: list[str] = values["tokenizer.ggml.tokens"]
+    kinds: list[int] = values["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    # SmolLM reads numbers digit by digit; the rest is split as GPT-2 does.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.save(str(target / "tokenizer.json"))
+    special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    _write_json(
+        target / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": values["llama.context_length"],
+            "clean_up_tokenization_spaces": False,
+            **{f"{short}_token": tokens[values[f"tokenizer.ggml.{long}_token_id"]] for short, long in special.items()},
+            "chat_template": values["tokenizer.chat_template"],
+        },
+    )
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
