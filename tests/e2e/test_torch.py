@@ -1,0 +1,182 @@
+"""The built-in engine through the whole system: a real chat model from PyPI, asked with the official client."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+pytest.importorskip("torch")
+
+from baton.config import Settings, cache_directory
+from baton.errors import ConfigError
+from baton.models.demo import DEMOS, prepare_demo
+from e2e.harness import Serve
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+JAPAN = [{"role": "user", "content": "What is the capital of Japan?"}]
+STORY = [{"role": "user", "content": "Tell me a long story about a fox and a river."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def serve(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
+    try:
+        prepare_demo(DEMOS["smollm2"], cache_directory(Settings()) / "models")
+    except ConfigError as error:
+        pytest.skip(error.message)
+    serve = start_shared(Serve, engine="torch")
+    yield serve
+    serve.stop()
+
+
+def chat(serve: Serve, messages: list[dict[str, str]], **options: Any) -> Any:
+    defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": 48}
+    return serve.client().chat.completions.create(model="smollm2", messages=messages, **(defaults | options))
+
+
+def test_it_knows_the_capital_of_japan(serve: Serve) -> None:
+    answer = chat(serve, JAPAN)
+    assert "Tokyo" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens < 20
+
+
+def test_a_stream_says_the_same(serve: Serve) -> None:
+    whole = chat(serve, JAPAN).choices[0].message.content
+    parts = [chunk.choices[0].delta.content or "" for chunk in chat(serve, JAPAN, stream=True) if chunk.choices]
+    assert "".join(parts) == whole
+    assert len(parts) > 3
+
+
+def test_a_prompt_that_was_here_before_is_cached(serve: Serve) -> None:
+    messages = [{"role": "user", "content": "Remember these words: " + "apple pear plum " * 20}]
+    first, second = chat(serve, messages, max_tokens=4), chat(serve, messages, max_tokens=4)
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 16
+    assert first.choices[0].message.content == second.choices[0].message.content
+
+
+def test_many_at_once_get_their_own_answers(serve: Serve) -> None:
+    countries = {"Japan": "Tokyo", "Germany": "Berlin", "England": "London", "Egypt": "Cairo"}
+    asked = [country for country in countries for _ in range(4)]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        questions = [[{"role": "user", "content": f"What is the capital of {country}?"}] for country in asked]
+        answers = list(pool.map(lambda messages: chat(serve, messages), questions))
+    texts = [answer.choices[0].message.content for answer in answers]
+    for country in countries:
+        assert len({text for text, of in zip(texts, asked, strict=True) if of == country}) == 1
+        assert any(countries[country] in text for text, of in zip(texts, asked, strict=True) if of == country)
+
+
+def test_a_seed_repeats_and_choices_differ(serve: Serve) -> None:
+    options: dict[str, Any] = {"n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 24}
+    first, second = (chat(serve, STORY, **options) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert len(set(texts)) == 3
+
+
+def test_a_json_schema_is_kept(serve: Serve) -> None:
+    messages = [{"role": "user", "content": "Invent a person."}]
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    for seed in range(3):
+        answer = chat(serve, messages, response_format=form, temperature=1.0, seed=seed, max_tokens=100)
+        person = json.loads(answer.choices[0].message.content)
+        assert person.keys() == {"name", "age"}
+        assert isinstance(person["age"], int)
+
+
+@pytest.mark.parametrize(
+    ("guided", "shape"),
+    [
+        ({"guided_regex": "[A-Z][a-z]{2,9}-[0-9]{3}"}, r"[A-Z][a-z]{2,9}-[0-9]{3}"),
+        ({"guided_choice": ["maybe", "certainly"]}, r"maybe|certainly"),
+    ],
+)
+def test_a_guide_is_kept(serve: Serve, guided: dict[str, Any], shape: str) -> None:
+    answer = chat(serve, STORY, temperature=1.0, extra_body=guided)
+    assert re.fullmatch(shape, answer.choices[0].message.content)
+
+
+def test_log_probabilities_come_with_every_token(serve: Serve) -> None:
+    answer = chat(serve, JAPAN, logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    assert all(len(entry.top_logprobs) == 3 for entry in content)
+    assert all(entry.logprob == pytest.approx(entry.top_logprobs[0].logprob, abs=1e-6) for entry in content)
+
+
+def test_penalties_and_stop_strings(serve: Serve) -> None:
+    plain = chat(serve, JAPAN, logprobs=True)
+    assert (
+        chat(serve, JAPAN, stop=["Tokyo"]).choices[0].message.content
+        == plain.choices[0].message.content.split("Tokyo")[0]
+    )
+    repeated = chat(serve, STORY, max_tokens=96).choices[0].message.content
+    varied = chat(serve, STORY, max_tokens=96, frequency_penalty=1.5, presence_penalty=1.0).choices[0].message.content
+    assert len(set(varied.split())) / len(varied.split()) > len(set(repeated.split())) / len(repeated.split())
+
+
+def test_in_text_format_it_takes_a_bias(start_shared: Callable[..., Serve], serve: Serve) -> None:
+    # In token format the frontend drops it.
+    text = start_shared(Serve, "--accepts", "text", engine="torch")
+    try:
+        assert "Tokyo" in chat(text, JAPAN).choices[0].message.content
+        stuck = chat(text, JAPAN, logit_bias={"42": 100}, max_tokens=5).choices[0].message.content
+        assert stuck
+        assert stuck == stuck[: len(stuck) // 5] * 5
+        with pytest.raises(openai.BadRequestError, match="logit_bias"):
+            chat(text, JAPAN, logit_bias={"99999999": 1})
+    finally:
+        text.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"max_tokens": 100_000}, "context"),
+        ({"messages": [{"role": "user", "content": "long " * 9000}]}, "context"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
+            "json",
+        ),
+        ({"extra_body": {"guided_regex": "(unclosed"}}, "regex"),
+    ],
+)
+def test_bad_input_gets_a_clear_400_and_harms_nobody(serve: Serve, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(openai.BadRequestError) as failure:
+        chat(serve, **({"messages": JAPAN} | options))
+    assert complaint in str(failure.value).lower()
+    assert "Tokyo" in chat(serve, JAPAN).choices[0].message.content
+
+
+def test_a_client_that_leaves_frees_its_blocks(serve: Serve) -> None:
+    for _ in range(3):
+        stream = chat(serve, STORY, stream=True, max_tokens=4000, extra_body={"ignore_eos": True})
+        for _, _chunk in zip(range(5), stream, strict=False):
+            pass
+        stream.close()
+    serve.assert_quiet()
+
+
+def test_the_worker_answers_its_probes_while_it_computes(serve: Serve) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(chat, serve, STORY, max_tokens=150) for _ in range(8)]
+        probes = 0
+        while not all(one.done() for one in asked):
+            status, _ = serve.system("/engine/live")
+            assert status == 200
+            probes += 1
+            time.sleep(0.05)
+        assert all(one.result().usage.completion_tokens > 0 for one in asked)
+    assert probes > 1
