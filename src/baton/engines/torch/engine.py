@@ -44,6 +44,7 @@ class TorchEngine:
         self._defaults = SamplingDefaults()
         self._vocabulary = 0
         self._open: dict[RequestId, OutputStream] = {}
+        self._compiling: set[RequestId] = set()
         self._arrivals = itertools.count()
         self._controlling = False
         self._ordering = asyncio.Lock()
@@ -102,6 +103,7 @@ class TorchEngine:
             self._thread.tell(lambda core: core.add(choices))
         else:
             assert self._guides is not None
+            self._compiling.add(work.request_id)
             compiling = self._guides.compile(guided)
             compiling.add_done_callback(lambda done: self._thread.post(self._add_guided, choices, done))
         self._open[work.request_id] = stream
@@ -112,6 +114,7 @@ class TorchEngine:
         stream = self._open.get(request_id)
         if stream is None:
             return
+        self._compiling.discard(request_id)
         try:
             await self._thread.ask(lambda core: core.abort(request_id))
         except EngineDead:
@@ -199,8 +202,9 @@ class TorchEngine:
     def _add_guided(self, choices: list[Sequence], compiled: "Future[Callable[[], Guide]]") -> None:
         """The grammar is ready, or wrong; meanwhile the request may have gone."""
         request_id = choices[0].work.request_id
-        if request_id not in self._open:
+        if request_id not in self._compiling:
             return
+        self._compiling.remove(request_id)
         error = compiled.exception()
         if error is not None:
             self._open.pop(request_id).fail(error)
@@ -237,6 +241,7 @@ class TorchEngine:
         """End every stream; the first reason stays."""
         self._dead = self._dead or error
         streams, self._open = self._open, {}
+        self._compiling.clear()
         for stream in streams.values():
             stream.fail(self._dead)
         self._news.set()
