@@ -64,7 +64,7 @@ def test_released_memory_leaves_the_process_and_answers_stay_the_same(
     cache = 4 * 2 * 16 * 1024 * 4 * 512  # layers, keys and values, tokens a block, width, float32, blocks
 
     async def body() -> None:
-        async with session(big, blocks=512, context=4096, batch_tokens=4096) as here:
+        async with session(big, device="cpu", blocks=512, context=4096, batch_tokens=4096) as here:
             weights = 200e6
             before = await here.say()
             await here.say(tuple(i % 250 for i in range(4000)), 1)  # half of the cache has been written to
@@ -295,7 +295,7 @@ def test_a_profile_is_a_trace_that_viewers_can_load(model: Path, tmp_path: Path)
             assert written.path == started.path
             names = trace_names(Path(str(written.path)))
             assert any(name.startswith("ProfilerStep") for name in names)
-            assert "aten::linear" in names
+            assert "aten::argmax" in names
             assert (await here.order(StopProfile())).path == written.path
 
     run_bounded(body(), 60)

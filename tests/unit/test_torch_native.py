@@ -1,4 +1,4 @@
-"""The native decode step: the maths of the models, bit-equal rows in any batch, and refusals."""
+"""The native step: the maths of the models, bit-equal rows in any batch and any chunks, and refusals."""
 
 import itertools
 import math
@@ -15,17 +15,26 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
+from baton.engines.torch.core import Core  # noqa: E402
 from baton.engines.torch.models.config import LlamaConfig, Rope  # noqa: E402
-from baton.engines.torch.models.llama import Layer, Weights  # noqa: E402
+from baton.engines.torch.models.llama import Layer, LlamaModel, Span, Step, Weights  # noqa: E402
 from baton.engines.torch.native.build import load_decoder_library  # noqa: E402
-from baton.engines.torch.native.decoder import NativeDecoder  # noqa: E402
+from baton.engines.torch.native.decoder import NativeDecoder, Rows  # noqa: E402
+from baton.engines.torch.options import TorchOptions  # noqa: E402
+from baton.engines.torch.plan import SamplingDefaults, make_plan  # noqa: E402
+from baton.engines.torch.runner import Runner  # noqa: E402
+from baton.engines.torch.sequence import Sequence  # noqa: E402
+from baton.ports.engine import Work  # noqa: E402
+from baton.protocol.ids import RequestId  # noqa: E402
+from baton.protocol.requests import OutputOptions, Sampling, StopConditions  # noqa: E402
+from baton.testing.tiny import make_tiny_model  # noqa: E402
 
 BOTH = [torch.float32, torch.bfloat16]
 
 
 def need_library() -> None:
     if load_decoder_library() is None:
-        pytest.skip("no native decode step on this machine")
+        pytest.skip("no native step on this machine")
 
 
 def shape(**changes: object) -> LlamaConfig:
@@ -106,8 +115,7 @@ class Case:
         return NativeDecoder(self.config, self.weights, self.kv, self.cos, self.sin, threads)
 
     def step(self, decoder: NativeDecoder, rows: list[int]) -> Tensor:
-        picked = ([column[row] for row in rows] for column in (self.tokens, self.positions, self.tables))
-        return decoder.forward(*picked).clone()
+        return decoder.forward([Rows([self.tokens[r]], self.positions[r], self.tables[r]) for r in rows]).clone()
 
     def reference(self, row: int) -> Tensor:
         """Return one row's logits, in float32, leaving the cache as it is."""
@@ -187,11 +195,142 @@ def test_keys_and_values_written_by_one_step_are_read_by_the_next(dtype: torch.d
     """Tokens given one by one, and all at once as rows of one sequence, come to the same."""
     case = Case(shape(qk_norm=True), dtype, [0] * 20, block=4)
     table, tokens = [5, 1, 8, 3, 2], case.tokens
-    one_by_one = torch.cat([case.decoder().forward([t], [p], [table]).clone() for p, t in enumerate(tokens)])
+    one_by_one = torch.cat([case.decoder().forward([Rows([t], p, table)]).clone() for p, t in enumerate(tokens)])
     written, case.kv = case.kv, torch.zeros_like(case.kv)
-    at_once = case.decoder().forward(tokens, list(range(20)), [table] * 20)
+    at_once = case.decoder().forward([Rows([t], p, table) for p, t in enumerate(tokens)])
     assert torch.equal(at_once, one_by_one)
     assert torch.equal(case.kv[:, :, table], written[:, :, table])
+
+
+class Prompt:
+    """A random model, an empty cache, and a prompt for it: one sequence in blocks that lie in no order."""
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, length: int, block: int = 16) -> None:
+        self.config, self.length, self.block = config, length, block
+        self.weights = random_weights(config, dtype)
+        self.cos, self.sin = angles(config)
+        source = torch.Generator().manual_seed(length)
+        count = -(-length // block)
+        self.table = torch.randperm(count + 2, generator=source)[:count].tolist()
+        self.tokens = torch.randint(config.vocab, (length,), generator=source).tolist()
+        # What was never written is not a number: whoever reads it fails.
+        sizes = (config.layers, 2, count + 2, block, config.kv_heads, config.head_dim)
+        self.kv = torch.full(sizes, math.nan, dtype=dtype)
+
+    def decoder(self, threads: int = 2) -> NativeDecoder:
+        need_library()
+        return NativeDecoder(self.config, self.weights, self.kv, self.cos, self.sin, threads)
+
+    def rows(self, start: int, stop: int) -> Rows:
+        return Rows(self.tokens[start:stop], start, self.table)
+
+    def in_chunks(self, decoder: NativeDecoder, *cuts: int) -> Tensor:
+        """Compute the prompt in the chunks between `cuts`; return the logits of all rows."""
+        edges = [0, *cuts, self.length]
+        return torch.cat([decoder.forward([self.rows(*edge)]).clone() for edge in itertools.pairwise(edges)])
+
+    def reference(self) -> Tensor:
+        """Return the logits of all rows as torch computes them, in float32."""
+        need_library()
+        weights = Weights(*(_wide(part) for part in self.weights))
+        layers, slots = self.config.layers, self.kv.shape[2] * self.block
+        kv = torch.zeros(layers, 2, slots, self.config.kv_heads, self.config.head_dim)
+        model = LlamaModel(self.config, weights, kv, self.cos, self.sin)
+        places = torch.tensor([self.table[p // self.block] * self.block + p % self.block for p in range(self.length)])
+        span = Span(0, self.length, 0, places)
+        return model.logits(
+            model.forward(Step(torch.tensor(self.tokens), torch.arange(self.length), places, [span], None))
+        )
+
+
+def _wide(part: Tensor | tuple[Layer, ...]) -> Tensor | tuple[Layer, ...]:
+    if isinstance(part, Tensor):
+        return part.float()
+    return tuple(Layer(*(None if tensor is None else tensor.float() for tensor in layer)) for layer in part)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("length", "block"), [(1, 16), (3, 1), (37, 4), (128, 16), (129, 16), (301, 1)])
+def test_a_prompt_in_float32_equals_a_torch_forward(name: str, length: int, block: int) -> None:
+    prompt = Prompt(shape(**SHAPES[name]), torch.float32, length, block)
+    logits = prompt.in_chunks(prompt.decoder())
+    torch.testing.assert_close(logits, prompt.reference(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_prompt_in_bfloat16_is_near_a_float32_forward(name: str) -> None:
+    prompt = Prompt(shape(**SHAPES[name]), torch.bfloat16, 301)
+    torch.testing.assert_close(prompt.in_chunks(prompt.decoder()), prompt.reference(), rtol=0.05, atol=0.06)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_a_long_prompt_agrees_with_torch(dtype: torch.dtype) -> None:
+    prompt = Prompt(shape(**SHAPES["wide"], layers=1, context=2500), dtype, 2300)
+    near = 1e-4 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(prompt.in_chunks(prompt.decoder(), 1024, 2048), prompt.reference(), rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize(
+    ("name", "block"), [("llama", 16), ("qwen2", 4), ("qwen3", 16), ("odd heads", 1), ("wide", 16)]
+)
+def test_every_way_to_cut_a_prompt_gives_the_same_bits(name: str, block: int, dtype: torch.dtype) -> None:
+    prompt = Prompt(shape(**SHAPES[name]), dtype, 299, block)
+    whole = prompt.in_chunks(prompt.decoder())
+    written = prompt.kv.clone()
+    assert torch.isfinite(whole).all()
+    ways = [[1], [298], [128], [127, 129], [3, 6, 9, 130, 131, 132, 260], list(range(7, 299, 7)), list(range(1, 299))]
+    for threads, cuts in zip((1, 2, 3, 1, 2, 3, 2), ways, strict=True):
+        prompt.kv.fill_(math.nan)
+        assert torch.equal(prompt.in_chunks(prompt.decoder(threads), *cuts), whole), cuts
+        assert torch.equal(prompt.kv.nan_to_num(9), written.nan_to_num(9)), cuts
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_prompts_and_single_tokens_in_one_batch_are_as_they_are_alone(dtype: torch.dtype) -> None:
+    """Enough rows for several blocks of them, and pieces of every kind."""
+    config = shape(**SHAPES["wide"], layers=1, context=1000)
+    case = Case(config, dtype, [610, 5, 128, 300, 19, 900])
+    lengths, decoder = [350, 1, 3, 200, 20, 1], case.decoder()
+    numbers = torch.Generator().manual_seed(5)
+    pieces = [
+        Rows(torch.randint(config.vocab, (length,), generator=numbers).tolist(), position + 1 - length, table)
+        for length, position, table in zip(lengths, case.positions, case.tables, strict=True)
+    ]
+    alone = [decoder.forward([piece]).clone() for piece in pieces]
+    assert torch.equal(decoder.forward(pieces), torch.cat(alone))
+    assert torch.equal(decoder.forward(pieces[::-1]), torch.cat(alone[::-1]))
+    lasts = list(itertools.accumulate(lengths))
+    last = decoder.forward(pieces, [row - 1 for row in lasts]).clone()
+    assert torch.equal(last, torch.stack([logits[-1] for logits in alone]))
+
+
+def test_logits_are_computed_for_the_rows_that_are_wanted() -> None:
+    prompt = Prompt(shape(), torch.bfloat16, 50)
+    decoder = prompt.decoder()
+    every = prompt.in_chunks(decoder)
+    assert decoder.forward([prompt.rows(0, 50)], []).shape == (0, 321)
+    assert torch.equal(decoder.score(list(range(50))), every)
+    assert torch.equal(decoder.forward([prompt.rows(0, 50)], [49, 0, 7]), every[[49, 0, 7]])
+    assert torch.equal(decoder.score([3, 3]), every[[3, 3]])
+    assert decoder.score([]).shape == (0, 321)
+    for wrong in (-1, 50):
+        with pytest.raises(ValueError, match="row"):
+            decoder.score([wrong])
+        with pytest.raises(ValueError, match="row"):
+            decoder.forward([prompt.rows(0, 50)], [0, wrong])
+
+
+def test_a_prompt_that_is_not_a_number_leaves_the_others_alone() -> None:
+    prompt = Prompt(shape(tied=False), torch.bfloat16, 60, block=4)
+    bad = next(token for token in range(321) if token not in prompt.tokens)
+    prompt.weights.embed[bad] = math.nan
+    decoder = prompt.decoder()
+    clean = decoder.forward([Rows(prompt.tokens[:30], 0, prompt.table[:8])]).clone()
+    pieces = [Rows([bad] * 28, 0, prompt.table[8:]), Rows(prompt.tokens[:30], 0, prompt.table[:8])]
+    logits = decoder.forward(pieces)
+    assert torch.isnan(logits[:28]).all()
+    assert torch.equal(logits[28:], clean)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
@@ -220,7 +359,7 @@ def test_greedy_steps_agree_with_transformers(family: str) -> None:
     for position in range(24):
         with torch.inference_mode():
             wanted = model(torch.tensor([tokens])).logits[0, -1]
-        logits = decoder.forward(tokens[-1:], [position], case.tables)[0]
+        logits = decoder.forward([Rows(tokens[-1:], position, case.tables[0])])[0]
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
         assert logits.argmax() == wanted.argmax()
         tokens.append(int(wanted.argmax()))
@@ -289,16 +428,25 @@ def test_bind_moves_to_other_memory() -> None:
 
 
 def test_no_rows_give_no_logits() -> None:
-    assert Case(shape(), torch.float32, [3]).decoder().forward([], [], []).shape == (0, 321)
+    assert Case(shape(), torch.float32, [3]).decoder().forward([]).shape == (0, 321)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "positions", "tables"),
-    [([321], [0], [[0]]), ([-1], [0], [[0]]), ([1], [700], [[0] * 99]), ([1], [-1], [[0]]), ([1], [16], [[0]])],
+    "rows",
+    [
+        Rows([321], 0, [0]),
+        Rows([-1], 0, [0]),
+        Rows([1], 700, [0] * 99),
+        Rows([1, 1], 699, [0] * 99),
+        Rows([1], -1, [0]),
+        Rows([1], 16, [0]),
+        Rows([1, 1], 15, [0]),
+        Rows([1], 0, []),
+    ],
 )
-def test_rows_out_of_range_are_refused(tokens: list[int], positions: list[int], tables: list[list[int]]) -> None:
+def test_rows_out_of_range_are_refused(rows: Rows) -> None:
     with pytest.raises(ValueError):
-        Case(shape(), torch.float32, [3]).decoder().forward(tokens, positions, tables)
+        Case(shape(), torch.float32, [3]).decoder().forward([rows])
 
 
 @pytest.mark.parametrize("block", [-1, 4])
@@ -306,7 +454,7 @@ def test_blocks_out_of_range_are_refused_and_nothing_is_written(block: int) -> N
     case = Case(shape(), torch.float32, [3])
     before = case.kv.clone()
     with pytest.raises(ValueError, match="block"):
-        case.decoder().forward([1, 1], [3, 3], [[0], [block]])
+        case.decoder().forward([Rows([1], 3, [0]), Rows([1], 3, [block])])
     assert torch.equal(case.kv, before)
 
 
@@ -318,6 +466,42 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     case.kv = case.kv.half()
     with pytest.raises(ValueError, match="float16"):
         case.decoder()
+
+
+def answers(directory: Path, torch_prompts: bool, **options: object) -> dict[str, list[int]]:
+    """Let three requests run together in small steps; return the tokens of each."""
+    chosen = TorchOptions(device="cpu", threads=2, block=4, blocks=64, batch_tokens=13, **options)
+    core = Core(Runner(chosen, directory, lambda *_: None, torch_prompts=torch_prompts), chosen)
+    for name, length in (("a", 30), ("b", 1), ("c", 17)):
+        work = Work(
+            request_id=RequestId(name),
+            token_ids=tuple((7 * length + 5 * number) % 250 for number in range(length)),
+            max_tokens=9,
+            sampling=Sampling(temperature=0.0),
+            stop=StopConditions(max_tokens=9, ignore_eos=True),
+            output=OutputOptions(prompt_logprobs=1 if name == "c" else None),
+        )
+        core.add([Sequence(work, 0, make_plan(work, 0, SamplingDefaults(), 300), len(core.requests))])
+    found: dict[str, list[int]] = {}
+    while core.busy:
+        core.step()
+        news = core.take_news()
+        for made in news.made if news else ():
+            found.setdefault(made.request_id, []).append(made.token)
+            if made.finished and made.request_id == "c":
+                assert made.finished.prompt_logprobs
+                assert len(made.finished.prompt_logprobs.chosen) == 16
+    return found
+
+
+def test_prompts_can_be_left_to_torch_while_single_tokens_are_native(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    need_library()
+    directory = make_tiny_model(tmp_path)
+    expected = answers(directory, True, dtype="float32", native=False)
+    assert [len(tokens) for tokens in expected.values()] == [9, 9, 9]
+    assert answers(directory, True, dtype="float32") == expected
+    assert answers(directory, False, dtype="float32") == expected
 
 
 LOAD = "from baton.engines.torch.native.build import load_decoder_library as load; print(load() is not None)"

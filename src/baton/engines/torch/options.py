@@ -30,6 +30,6 @@ class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="keep the blocks of finished requests for prompts that begin alike")
     ] = True
     native: Annotated[
-        bool, Meta(description="decode on a CPU with the compiled step, where a C++ compiler is found")
+        bool, Meta(description="compute on a CPU with the compiled step, where a C++ compiler is found")
     ] = True
     spill_dir: Annotated[str, Meta(description="where released weights wait on disk")] = "~/.cache/baton/spill"

@@ -1,7 +1,8 @@
 """The maths of a step: a batch in, the next token of each sequence out. Knows tensors and nothing of requests.
 
-Prompts run in torch. On a CPU, sequences that decode run in the compiled step (`native/`) where there is one: then a
-step is two passes, one over the prompts and one over the rest.
+On a CPU the whole batch runs in the compiled step (`native/`) where there is one. Where torch is the faster one at many
+rows, it computes the prompts, and a step is two passes. On a GPU prompts are torch's, and what decodes is a captured
+graph (`graphs.py`). Elsewhere all of it is torch's.
 """
 
 import logging
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.engines.torch.graphs import DecodeGraphs
 from baton.engines.torch.loader import Report, load_weights
 from baton.engines.torch.memory import Arena, arena_bytes, available_bytes, usable_cores
 from baton.engines.torch.models.config import LlamaConfig, read_llama_config
@@ -24,8 +26,8 @@ from baton.engines.torch.models.llama import (
     named_parts,
     rotary_tables,
 )
-from baton.engines.torch.native.build import load_decoder_library
-from baton.engines.torch.native.decoder import NativeDecoder
+from baton.engines.torch.native.build import has_matrix_unit, load_decoder_library
+from baton.engines.torch.native.decoder import NativeDecoder, Rows
 from baton.engines.torch.options import TorchOptions
 from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample
 from baton.engines.torch.scheduler import Batch, Chunk
@@ -39,9 +41,14 @@ _LOGIT_ROWS = 128  # rows of logits at once when a whole prompt wants them
 
 
 class Runner:
-    """One loaded model with its cache. Used from one thread."""
+    """One loaded model with its cache. Used from one thread.
 
-    def __init__(self, options: TorchOptions, directory: Path, report: Report) -> None:
+    `torch_prompts` says that torch computes prompts even where there is a compiled step; None leaves it to the CPU.
+    """
+
+    def __init__(
+        self, options: TorchOptions, directory: Path, report: Report, torch_prompts: bool | None = None
+    ) -> None:
         spill_dir = Path(options.spill_dir).expanduser()
         self.config = read_llama_config(directory)
         self.device = _device(options.device)
@@ -54,34 +61,34 @@ class Runner:
         self.context = min(options.context or self.config.context, self.config.context)
         self.block = options.block
         self.blocks = options.blocks or self._affordable_blocks(options)
-        kv_shape = (self.config.layers, 2, self.blocks * self.block, self.config.kv_heads, self.config.head_dim)
+        room = self.blocks + (self.device.type == "cuda")  # one block more, for the padding of captured steps
+        kv_shape = (self.config.layers, 2, room * self.block, self.config.kv_heads, self.config.head_dim)
         self.kv_arena = Arena(arena_bytes(kv_shape, self.dtype), self.device, spill_dir)
         self.kv = self.kv_arena.carve(kv_shape, self.dtype)
         cos, sin = rotary_tables(self.config, self.context, self.device)
         self._model = LlamaModel(self.config, self.weights, self.kv, cos, sin)
         self._native = self._make_native(cos, sin) if options.native else None
+        self._graphs = self._make_graphs() if self.device.type == "cuda" else None
+        if torch_prompts is None:
+            torch_prompts = self._native is not None and self.dtype == torch.bfloat16 and has_matrix_unit()
+        self._torch_prompts = torch_prompts
 
     def run(self, batch: Batch) -> Sampling:
         """Compute `batch` and choose the next token of every sequence that has one."""
+        for_torch, for_native = self._divided(batch)
         logits: list[Tensor] = []
         sequences: list[Sequence] = []
-        native = self._native if batch.decodes else None
-        if batch.prefills or native is None:
+        if for_torch.prefills or for_torch.decodes:
             self._use_threads(self.threads)
-            step = self._step(batch.prefills, [] if native else batch.decodes)
-            hidden = self._model.forward(step)
-            self._score_prompts(batch.prefills, step, hidden)
-            rows, sequences = _rows_to_sample(batch.prefills, [] if native else batch.decodes)
-            if rows:
-                logits.append(self._model.logits(hidden[rows]))
-        if native is not None:
-            logits.append(self._run_native(native, batch.decodes))
-            sequences = sequences + [chunk.sequence for chunk in batch.decodes]
-        if not sequences:
-            return []
-        if native is not None:
+            sequences += self._run_torch(for_torch, logits)
+        if self._native is not None and (for_native.prefills or for_native.decodes):
             # Threads that torch has used spin for a while, and would be in the way of the next compiled step.
             self._use_threads(1)
+            sequences += self._run_native(self._native, for_native, logits)
+        if self._graphs is not None and batch.decodes:
+            sequences += self._run_graphs(self._graphs, batch.decodes, logits)
+        if not sequences:
+            return []
         scores = logits[0] if len(logits) == 1 else torch.cat(logits)
         return list(zip(sequences, sample(scores, sequences), strict=True))
 
@@ -89,17 +96,53 @@ class Runner:
         """Take pointers again after an arena has been resumed."""
         if self._native is not None:
             self._native.bind(self.weights, self._paged())
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def _use_threads(self, count: int) -> None:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
 
-    def _run_native(self, native: NativeDecoder, decodes: list[Chunk]) -> Tensor:
-        return native.forward(
-            [chunk.sequence.tokens[-1] for chunk in decodes],
-            [chunk.start for chunk in decodes],
-            [chunk.sequence.blocks for chunk in decodes],
-        )
+    def _divided(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Return what torch computes of a batch, and what the compiled step does. Captured steps are beside both."""
+        if self._graphs is not None:
+            return Batch(batch.prefills, []), Batch([], [])
+        if self._native is None:
+            return batch, Batch([], [])
+        if self._torch_prompts:
+            return Batch(batch.prefills, []), Batch([], batch.decodes)
+        return Batch([], []), batch
+
+    def _run_torch(self, batch: Batch, logits: list[Tensor]) -> list[Sequence]:
+        """Add the logits of all sequences that get a next token to `logits`; return those sequences."""
+        hidden = self._model.forward(self._step(batch.prefills, batch.decodes))
+        self._score_prompts(batch.prefills, lambda rows: self._model.logits(hidden[rows.start : rows.stop]))
+        rows, sequences = _rows_to_sample(batch)
+        if rows:
+            logits.append(self._model.logits(hidden[rows]))
+        return sequences
+
+    def _run_native(self, native: NativeDecoder, batch: Batch, logits: list[Tensor]) -> list[Sequence]:
+        """As `_run_torch`."""
+        pieces = [_piece(chunk) for chunk in (*batch.prefills, *batch.decodes)]
+        if not batch.prefills:
+            logits.append(native.forward(pieces))
+            return [chunk.sequence for chunk in batch.decodes]
+        rows, sequences = _rows_to_sample(batch)
+        if any(_is_scored(chunk.sequence) for chunk in batch.prefills):
+            native.forward(pieces, [])
+            self._score_prompts(batch.prefills, lambda rows: native.score(list(rows)))
+            logits.append(native.score(rows))
+        else:
+            logits.append(native.forward(pieces, rows))
+        return sequences
+
+    def _run_graphs(self, graphs: DecodeGraphs, decodes: list[Chunk], logits: list[Tensor]) -> list[Sequence]:
+        """As `_run_torch`."""
+        tokens = [chunk.sequence.tokens[-1] for chunk in decodes]
+        tables = [chunk.sequence.blocks for chunk in decodes]
+        logits.append(graphs.forward(tokens, [chunk.start for chunk in decodes], tables))
+        return [chunk.sequence for chunk in decodes]
 
     def _step(self, prefills: list[Chunk], decodes: list[Chunk]) -> Step:
         tokens: list[int] = []
@@ -140,21 +183,20 @@ class Runner:
         size = self.block
         return [slot for block in blocks for slot in range(block * size, block * size + size)][:stop]
 
-    def _score_prompts(self, prefills: list[Chunk], step: Step, hidden: Tensor) -> None:
+    def _score_prompts(self, prefills: list[Chunk], logits_of: Callable[[range], Tensor]) -> None:
         """Keep log-probabilities of the prompt for those who asked: the row of a token scores the next one."""
-        for chunk, span in zip(prefills, step.spans, strict=True):
-            sequence = chunk.sequence
-            top = sequence.plan.prompt_logprobs
-            if top is None or sequence.index or sequence.generated:
-                continue
-            if chunk.start == 0:
-                sequence.prompt_logprobs.clear()
-            stop = min(chunk.start + chunk.length, sequence.prompt_length - 1)
-            for start in range(chunk.start, stop, _LOGIT_ROWS):
-                end = min(start + _LOGIT_ROWS, stop)
-                row = span.first + start - chunk.start
-                logits = self._model.logits(hidden[row : row + end - start])
-                sequence.prompt_logprobs.append(prompt_logprobs(logits, sequence.tokens[start + 1 : end + 1], top))
+        first = 0
+        for chunk in prefills:
+            sequence, top = chunk.sequence, chunk.sequence.plan.prompt_logprobs
+            if top is not None and _is_scored(sequence):
+                if chunk.start == 0:
+                    sequence.prompt_logprobs.clear()
+                stop = min(chunk.start + chunk.length, sequence.prompt_length - 1)
+                for start in range(chunk.start, stop, _LOGIT_ROWS):
+                    end = min(start + _LOGIT_ROWS, stop)
+                    logits = logits_of(range(first + start - chunk.start, first + end - chunk.start))
+                    sequence.prompt_logprobs.append(prompt_logprobs(logits, sequence.tokens[start + 1 : end + 1], top))
+            first += chunk.length
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
@@ -163,6 +205,9 @@ class Runner:
         if self.device.type != "cpu" or load_decoder_library() is None:
             return None
         return NativeDecoder(self.config, self.weights, self._paged(), cos, sin, self.threads)
+
+    def _make_graphs(self) -> DecodeGraphs:
+        return DecodeGraphs(self._model, self.block, self.blocks, self.device)
 
     def _paged(self) -> Tensor:
         layers, two, _, heads, size = self.kv.shape
@@ -193,17 +238,27 @@ def _carve(config: LlamaConfig, dtype: torch.dtype, device: torch.device, spill_
     return arena, carve_weights(config, carve)
 
 
-def _rows_to_sample(prefills: list[Chunk], decodes: list[Chunk]) -> tuple[list[int], list[Sequence]]:
+def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
     """Return the row of the last token of each sequence that gets a next one, and those sequences."""
     rows: list[int] = []
     sequences: list[Sequence] = []
     first = 0
-    for chunk in (*prefills, *decodes):
+    for chunk in (*batch.prefills, *batch.decodes):
         first += chunk.length
         if chunk.last:
             rows.append(first - 1)
             sequences.append(chunk.sequence)
     return rows, sequences
+
+
+def _piece(chunk: Chunk) -> Rows:
+    sequence, start, length = chunk
+    return Rows(sequence.tokens[start : start + length], start, sequence.blocks)
+
+
+def _is_scored(sequence: Sequence) -> bool:
+    """Whether the prompt of a sequence is to be scored; choices after the first share what that one found."""
+    return sequence.plan.prompt_logprobs is not None and not sequence.index and not sequence.generated
 
 
 def _device(name: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""Compiles the native decode step for the CPU at hand, once, into the user's cache. Knows nothing of models.
+"""Compiles the native step for the CPU at hand, once, into the user's cache. Knows nothing of models.
 
 Libraries are named by a hash of everything that shapes them, so a new compiler, CPU or version of Baton builds anew.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 60.0
-SOURCES = ("step.cpp", "kernels.hpp", "pool.hpp")
+SOURCES = ("step.cpp", "attention.hpp", "kernels.hpp", "pool.hpp")
 # Without -ffast-math: NaN and infinity must reach the logits.
 FLAGS = (
     *("-std=c++17", "-O3", "-w", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
@@ -55,7 +55,7 @@ class Shape(ctypes.Structure):
 
 
 def load_decoder_library() -> ctypes.CDLL | None:
-    """Return the compiled decode step, building it if need be; None, with a log line that says why, if it cannot be.
+    """Return the compiled step, building it if need be; None, with a log line that says why, if it cannot be.
 
     CXX and CXXFLAGS are respected. May be called from several threads and processes at once. Blocks for seconds when it
     compiles.
@@ -63,6 +63,11 @@ def load_decoder_library() -> ctypes.CDLL | None:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     named, flags, search = (os.environ.get(name, "") for name in ("CXX", "CXXFLAGS", "PATH"))
     return _load(named, flags, search, Path(cache) / "baton" / "native")
+
+
+def has_matrix_unit() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware (AMX): torch uses that, the native step does not."""
+    return sys.platform == "linux" and " amx_bf16" in _cpu()
 
 
 @functools.cache
@@ -73,7 +78,7 @@ def _load(named: str, flags: str, search: str, cache: Path) -> ctypes.CDLL | Non
         command = [*_compiler(named, search), *FLAGS, TARGETS[platform.machine()], *shlex.split(flags)]
         return _declare(ctypes.CDLL(str(_built(command, cache))))
     except (BuildError, OSError, ValueError, subprocess.SubprocessError) as error:
-        log.warning("no native decode step, torch does it instead: %s", error)
+        log.warning("no native step, torch does it instead: %s", error)
         return None
 
 
@@ -99,7 +104,7 @@ def _built(command: list[str], cache: Path) -> Path:
         fresh = Path(scratch) / library.name
         _compile([*command, str(folder / SOURCES[0]), "-o", str(fresh)], Path(scratch) / "messages")
         os.replace(fresh, library)
-    log.info("compiled the native decode step into %s", library)
+    log.info("compiled the native step into %s", library)
     return library
 
 
@@ -131,8 +136,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.baton_decoder_new.restype = c_void_p
     library.baton_decoder_bind.argtypes = [c_void_p] * 5
     library.baton_decoder_bind.restype = None
-    library.baton_decoder_forward.argtypes = [c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int, c_void_p]
+    library.baton_decoder_forward.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p, c_void_p]
     library.baton_decoder_forward.restype = c_int
+    library.baton_decoder_score.argtypes = [c_void_p, c_int, c_void_p, c_void_p]
+    library.baton_decoder_score.restype = c_int
     library.baton_decoder_free.argtypes = [c_void_p]
     library.baton_decoder_free.restype = None
     return library

@@ -1,8 +1,10 @@
-"""The native decode step behind tensors: checks shapes once, hands over pointers, reuses its buffers."""
+"""The native step behind tensors: checks shapes once, hands over pointers, reuses its buffers."""
 
 import ctypes
 import weakref
 from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +18,26 @@ PROBLEMS = {
     2: "a position is outside the context",
     3: "a block is outside the KV cache",
     4: "out of memory",
+    5: "a row is not of the step",
 }
 
 
-class NativeDecoder:
-    """One decode step for many sequences: from tokens to logits in one call that does not hold the GIL.
+class Rows(NamedTuple):
+    """Consecutive tokens of one sequence, the first at position `start`. `table` has its blocks, up to the last token.
 
-    A row's logits are the same, bit for bit, alone and in any batch, with any number of threads. Rows may belong to one
-    sequence, at different positions: each sees the keys of those before it. Not for concurrent calls.
+    What comes before `start` is in the cache.
+    """
+
+    tokens: list[int]
+    start: int
+    table: list[int]
+
+
+class NativeDecoder:
+    """One step for many sequences, from tokens to logits in one call that does not hold the GIL.
+
+    A row's logits, keys and values are the same, bit for bit, alone and in any batch, in whichever chunks its prompt is
+    computed, with any number of threads. Not for concurrent calls.
     """
 
     def __init__(
@@ -32,7 +46,7 @@ class NativeDecoder:
         """Raises RuntimeError where `load_decoder_library` gives None, ValueError for tensors it cannot use."""
         library = load_decoder_library()
         if library is None:
-            raise RuntimeError("the native decode step is not available")
+            raise RuntimeError("the native step is not available")
         if kv.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"weights and KV cache are bfloat16 or float32, not {kv.dtype}")
         if kv.dim() != 6:
@@ -60,12 +74,11 @@ class NativeDecoder:
         )
         handle = library.baton_decoder_new(ctypes.byref(shape), max(1, threads))
         if not handle:
-            raise MemoryError("no memory for the native decode step")
+            raise MemoryError("no memory for the native step")
         self._library = library
         self._handle = ctypes.c_void_p(handle)
         weakref.finalize(self, library.baton_decoder_free, self._handle)
         self._logits = torch.empty(0, config.vocab)
-        self._tables = array("i")
         self.bind(weights, kv)
 
     def bind(self, weights: Weights, kv: Tensor) -> None:
@@ -80,42 +93,54 @@ class NativeDecoder:
         cos, sin = (angles.data_ptr() for angles in self._angles)
         self._library.baton_decoder_bind(self._handle, pointers, kv.data_ptr(), cos, sin)
 
-    def forward(self, tokens: list[int], positions: list[int], tables: list[list[int]]) -> Tensor:
-        """Write the keys and values of one token per row into the cache; return float32 logits, a row for each.
+    def forward(self, pieces: Iterable[Rows], wanted: list[int] | None = None) -> Tensor:
+        """Write the keys and values of all rows into the cache; return float32 logits [len(wanted), vocabulary].
 
-        `tables` has each row's blocks, at least up to its position. The logits are overwritten by the next call.
-        Raises ValueError, having done nothing, for a token, position or block out of range.
+        Rows count from the first token of the first piece on; without `wanted` all have logits, which the next call
+        overwrites. Raises ValueError, having done nothing, for a token, position, block or row out of range.
         """
-        rows = len(tokens)
-        if not rows:
-            return self._logits[:0]
-        width = max(map(len, tables))
-        if len(self._tables) < rows * width:
-            self._tables = array("i", bytes(8 * rows * width))
-        if len(self._logits) < rows:
-            self._logits = torch.empty(rows, self._config.vocab)
-        packed, start = self._tables, 0
-        for table, position in zip(tables, positions, strict=True):
-            if len(table) * self._block_size <= position:
-                raise ValueError(f"{len(table)} blocks do not reach position {position}")
-            packed[start : start + len(table)] = array("i", table)
-            start += width
-        token_array, position_array = array("i", tokens), array("i", positions)
-        status = self._library.baton_decoder_forward(
-            self._handle,
-            rows,
-            token_array.buffer_info()[0],
-            position_array.buffer_info()[0],
-            packed.buffer_info()[0],
-            width,
-            self._logits.data_ptr(),
+        count = total = 0
+        packed: list[int] = []
+        for tokens, start, table in pieces:
+            packed += (len(tokens), start, len(table))
+            packed += table
+            packed += tokens
+            count += 1
+            total += len(tokens)
+        numbers = array("i", packed)
+        rows, logits = self._asked(wanted, total)
+        self._done(
+            self._library.baton_decoder_forward(
+                self._handle, count, numbers.buffer_info()[0], len(logits), _address(rows), logits.data_ptr()
+            )
         )
+        return logits
+
+    def score(self, wanted: list[int]) -> Tensor:
+        """Return logits of rows of the last `forward`, which succeeded. As with its own, the next call overwrites them.
+
+        Raises ValueError for a row that was not there.
+        """
+        rows, logits = self._asked(wanted, 0)
+        self._done(self._library.baton_decoder_score(self._handle, len(logits), _address(rows), logits.data_ptr()))
+        return logits
+
+    def _asked(self, wanted: list[int] | None, total: int) -> tuple["array[int] | None", Tensor]:
+        count = total if wanted is None else len(wanted)
+        if len(self._logits) < count:
+            self._logits = torch.empty(count, self._config.vocab)
+        return None if wanted is None else array("i", wanted), self._logits[:count]
+
+    def _done(self, status: int) -> None:
         if status:
             raise ValueError(PROBLEMS[status])
-        return self._logits[:rows]
 
     def _heads(self) -> tuple[int, int]:
         return self._config.kv_heads, self._config.head_dim
+
+
+def _address(rows: "array[int] | None") -> int | None:
+    return None if rows is None else rows.buffer_info()[0]
 
 
 def _checked(config: LlamaConfig, weights: Weights, dtype: torch.dtype) -> list[Tensor | None]:

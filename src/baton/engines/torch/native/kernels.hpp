@@ -1,5 +1,5 @@
-// The arithmetic of a decode step. Each result is summed in an order that depends on the width alone, so a row's result
-// is the same, bit for bit, alone and in any batch. Knows nothing of threads.
+// The arithmetic of a step, but for attention. Each result is summed in an order that depends on the width alone, so a
+// row's result is the same, bit for bit, alone and in any batch. Knows nothing of threads.
 #pragma once
 
 #include <cstddef>
@@ -62,19 +62,6 @@ static inline bf16 narrow(float value) {
     return {uint16_t(nan ? (bits >> 16 | 0x40) : rounded)};
 }
 
-// Stores `value` with the precision of W in the form that products with W take.
-template <class W>
-struct Round;
-template <>
-struct Round<float> {
-    static void store(float* to, float value) { *to = value; }
-};
-template <>
-struct Round<bf16> {
-    static void store(bf16* to, float value) { *to = narrow(value); }
-    static void store(float* to, float value) { *to = widen(narrow(value)); }
-};
-
 static inline Floats load(const float* from) {
     Floats value;
     memcpy(&value, from, sizeof value);
@@ -89,12 +76,55 @@ static inline Floats load(const bf16* from) {
     return value;
 }
 
+static inline void store(float* to, Floats value) { memcpy(to, &value, sizeof value); }
+static inline void store(bf16* to, Floats value) {
+#if defined(__AVX512BF16__)
+    __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+#else
+    Words bits = (Words)value, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    Halves half = __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded, Halves);
+#endif
+    memcpy(to, &half, sizeof half);
+}
+
+static inline Floats splat(float value) { return Floats{} + value; }
+
+template <class V, class T>
+static inline V load_as(const T* from) {
+    if constexpr (sizeof(V) == sizeof(float)) return widen(*from);
+    else return load(from);
+}
+
+// out[i] = make(i), with the precision of W, in the form that products with W take. `make` is asked for a vector of
+// results as far as there are whole ones, then for one at a time.
+template <class W, class A, class Make>
+static inline void put_all(A* out, int count, Make make) {
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        W rounded[kLanes];
+        store(rounded, make(i, Floats{}));
+        if constexpr (sizeof(A) == sizeof(W)) memcpy(out + i, rounded, sizeof rounded);
+        else store(out + i, load(rounded));
+    }
+    for (; i < count; ++i) {
+        W rounded;
+        if constexpr (sizeof(W) == sizeof(float)) rounded = make(i, 0.0f);
+        else rounded = narrow(make(i, 0.0f));
+        if constexpr (sizeof(A) == sizeof(W)) out[i] = rounded;
+        else out[i] = widen(rounded);
+    }
+}
+
 static inline float sum(Floats value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)value);
+#else
     float lanes[kLanes];
     memcpy(lanes, &value, sizeof lanes);
     for (int half = kLanes / 2; half; half /= 2)
         for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
     return lanes[0];
+#endif
 }
 
 template <int P>
@@ -253,14 +283,29 @@ static inline float exponential(float x) {
     return p * scale;
 }
 
+// exponential() for a vector.
+static inline Floats exponential(Floats x) {
+    x = x < splat(-87.0f) ? splat(-87.0f) : x;
+    x = x > splat(88.0f) ? splat(88.0f) : x;
+    Floats shifted = x * 1.44269504f + 12582912.0f;
+    Floats n = shifted - 12582912.0f;
+    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats p = 0.0416664556f + r * (0.00833345205f + r * 0.00139819994f);
+    p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666655f + r * p)));
+    Words bits = ((Words)shifted + 127) << 23;
+    return p * (Floats)bits;
+}
+
 template <class W, class A>
 static inline void normalise(const float* x, const W* weight, int width, float eps, A* out) {
     float squares = 0;
 #pragma omp simd reduction(+ : squares)
     for (int i = 0; i < width; ++i) squares += x[i] * x[i];
     float scale = 1.0f / __builtin_sqrtf(squares / width + eps);
-#pragma omp simd
-    for (int i = 0; i < width; ++i) Round<W>::store(out + i, x[i] * scale * widen(weight[i]));
+    put_all<W>(out, width, [&](int i, auto kind) {
+        using V = decltype(kind);
+        return load_as<V>(x + i) * scale * load_as<V>(weight + i);
+    });
 }
 
 // Turns each pair (i, i + half) of one head by its angle.
@@ -275,61 +320,10 @@ static inline void rotate(float* head, const float* cos, const float* sin, int h
 
 template <class W, class A>
 static inline void gate(const float* gates, const float* ups, int count, A* out) {
-#pragma omp simd
-    for (int i = 0; i < count; ++i) Round<W>::store(out + i, gates[i] / (1.0f + exponential(-gates[i])) * ups[i]);
-}
-
-// Turns scores into weights that are relative to the largest; returns their sum and says which score that was.
-static inline float soften(float* scores, int count, float scale, float& largest) {
-    float most = scores[0];
-    for (int i = 1; i < count; ++i) most = scores[i] > most ? scores[i] : most;
-    float total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int i = 0; i < count; ++i) {
-        scores[i] = exponential((scores[i] - most) * scale);
-        total += scores[i];
-    }
-    largest = most * scale;
-    return total;
-}
-
-// out[g * pitch + d] = sum over p of weights[g * stride + p] * values[p][d], for G heads and D vectors of lanes.
-template <int G, int D, class W>
-static inline void mix_block(const W* const* values, int offset, int count, const float* weights, size_t stride,
-                             float* out, size_t pitch) {
-    Floats acc[G][D] = {};
-    for (int p = 0; p < count; ++p) {
-        const W* value = values[p] + offset;
-        Floats v[D];
-        for (int d = 0; d < D; ++d) v[d] = load(value + d * kLanes);
-        for (int g = 0; g < G; ++g)
-            for (int d = 0; d < D; ++d) acc[g][d] += v[d] * weights[g * stride + p];
-    }
-    for (int g = 0; g < G; ++g)
-        for (int d = 0; d < D; ++d) memcpy(out + g * pitch + offset + d * kLanes, &acc[g][d], sizeof(Floats));
-}
-
-template <int G, class W>
-static inline void mix_heads(const W* const* values, int width, int count, const float* weights, size_t stride,
-                             float* out, size_t pitch) {
-    int d = 0;
-    for (; d + 4 * kLanes <= width; d += 4 * kLanes) mix_block<G, 4>(values, d, count, weights, stride, out, pitch);
-    for (; d + kLanes <= width; d += kLanes) mix_block<G, 1>(values, d, count, weights, stride, out, pitch);
-    for (; d < width; ++d)
-        for (int g = 0; g < G; ++g) {
-            float total = 0;
-            for (int p = 0; p < count; ++p) total += widen(values[p][d]) * weights[g * stride + p];
-            out[g * pitch + d] = total;
-        }
-}
-
-template <class W>
-static inline void mix(const W* const* values, int width, int count, const float* weights, size_t stride, int heads,
-                       float* out, size_t pitch) {
-    int g = 0;
-    for (; g + 3 <= heads; g += 3)
-        mix_heads<3>(values, width, count, weights + g * stride, stride, out + g * pitch, pitch);
-    for (; g < heads; ++g) mix_heads<1>(values, width, count, weights + g * stride, stride, out + g * pitch, pitch);
+    put_all<W>(out, count, [&](int i, auto kind) {
+        auto gate = load_as<decltype(kind)>(gates + i), up = load_as<decltype(kind)>(ups + i);
+        return gate / (1.0f + exponential(-gate)) * up;
+    });
 }
 
 }  // namespace baton

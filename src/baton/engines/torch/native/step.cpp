@@ -1,9 +1,10 @@
-// One decode step of a model of the Llama family, from tokens to logits: any number of rows, each one token of a
-// sequence at its own position, over a paged KV cache. Weights are used where they lie, rows as the model's files have
-// them. The interface is plain C; decoder.py is its only caller and checks shapes and types.
+// One step of a model of the Llama family, from tokens to logits: prompts, parts of prompts and single tokens of any
+// number of sequences, over a paged KV cache. Weights are used where they lie, rows as the model's files have them.
+// The interface is plain C; decoder.py is its only caller and checks shapes and types.
 #include <algorithm>
 #include <memory>
 
+#include "attention.hpp"
 #include "kernels.hpp"
 #include "pool.hpp"
 
@@ -14,11 +15,18 @@ struct Shape {
     float eps;
 };
 
-enum Status { kOk, kBadToken, kBadPosition, kBadBlock, kNoMemory };
+enum Status { kOk, kBadToken, kBadPosition, kBadBlock, kNoMemory, kBadRow };
 
-struct Rows {
-    int count, table_width;
-    const int32_t *tokens, *positions, *tables;
+// Consecutive tokens of one sequence: `count` rows of the step from `row` on, the first at position `start`.
+struct Piece {
+    int row, count, start, table_width;
+    const int32_t *table, *tokens;
+};
+
+// Rows to compute logits for; the first `count` where `rows` is null.
+struct Wanted {
+    int count;
+    const int32_t* rows;
     float* logits;
 };
 
@@ -26,7 +34,8 @@ class Decoder {
 public:
     virtual ~Decoder() = default;
     virtual void bind(const void* const* weights, void* kv, const float* cos, const float* sin) = 0;
-    virtual Status forward(const Rows& rows) = 0;
+    virtual Status forward(int pieces, const int32_t* packed, const Wanted& wanted) = 0;
+    virtual Status score(const Wanted& wanted) = 0;
 };
 
 // A buffer that only grows; what it held is lost when it does.
@@ -62,20 +71,35 @@ class Model final : public Decoder {
     struct Layer {
         const W *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *down;
     };
-    // Long contexts are attended to in spans of fixed length, so that one row can keep several threads busy; how a row
-    // is divided depends on its own length alone.
-    struct Span {
-        int row, begin, count, of;
+    // What one thread attends to at once: some rows of a piece, over all spans of keys in turn; or one row of a long
+    // context over one span of many, so that a single row can keep several threads busy. The sums are the same.
+    struct Task {
+        int piece, first, rows, part, parts, place;
     };
-    struct Scratch {
-        Buffer<A> inputs;
-        Buffer<float> out, scores, mixed;
+    struct alignas(64) Scratch {
+        int block = 0;  // whose rows are in `inputs`
+        Buffer<A> inputs, packed, turned;
+        Buffer<float> out, mixed, more;
+        Buffer<Softmax> sums;
         Buffer<const W*> keys, values;
     };
+    // The items of a product: rows of inputs are divided evenly into blocks, columns of results into chunks. An item is
+    // one chunk for one block; those of a block follow each other, so that a thread has few blocks to normalise.
+    struct Grid {
+        int rows, columns, step, chunks, blocks;
+        int items() const { return chunks * blocks; }
+    };
+    struct Cell {
+        int block, row, rows, column, columns;
+    };
     enum Phase { kQkv, kAttention, kO, kGateUp, kDown, kPhases };
-    static constexpr int kSpan = 128;
     static constexpr int kMostChunkRows = 64;
     static constexpr size_t kChunkBytes = 64 << 10;
+    // Inputs of so many rows stay in the second cache while weights pass; fewer rows would not be worth the weights.
+    static constexpr size_t kBlockBytes = 128 << 10;
+    static constexpr int kLeastBlockRows = 64;
+    // Queries of one task, and the rows of a piece from which on they are not done one by one.
+    static constexpr int kTaskQueries = 96, kManyRows = 4;
 
 public:
     Model(const Shape& shape, int threads)
@@ -100,80 +124,169 @@ public:
         sin_ = sin;
     }
 
-    Status forward(const Rows& rows) override {
-        rows_ = rows;
+    // `packed` has, for each piece: count of tokens, position of the first, count of blocks, the blocks, the tokens.
+    Status forward(int pieces, const int32_t* packed, const Wanted& wanted) override {
+        take_pieces(pieces, packed);
         Status status = check();
+        if (status == kOk) status = take_wanted(wanted, rows_);
         if (status != kOk) return status;
+        computed_ = 0;
         prepare();
-        for (int row = 0; row < rows.count; ++row) {
-            const W* from = embed_ + size_t(rows.tokens[row]) * s_.hidden;
-            float* x = x_.get() + size_t(row) * s_.hidden;
-            for (int i = 0; i < s_.hidden; ++i) x[i] = widen(from[i]);
+        for (int phase = 0; phase < s_.layers * kPhases; phase += kPhases) {
+            pool_.plan(phase + kQkv, qkv_.items());
+            pool_.plan(phase + kAttention, int(tasks_.size()) * s_.kv_heads);
+            pool_.plan(phase + kO, o_.items());
+            pool_.plan(phase + kGateUp, gate_up_.items());
+            pool_.plan(phase + kDown, down_.items());
         }
-        int o_chunks = chunks(s_.hidden, q_size_), down_chunks = chunks(s_.hidden, s_.ffn);
-        for (int layer = 0; layer < s_.layers; ++layer) {
-            int phase = layer * kPhases;
-            pool_.plan(phase + kQkv, s_.heads + 2 * s_.kv_heads);
-            pool_.plan(phase + kAttention, int(spans_.size()) * s_.kv_heads);
-            pool_.plan(phase + kO, o_chunks);
-            pool_.plan(phase + kGateUp, chunks(s_.ffn, s_.hidden));
-            pool_.plan(phase + kDown, down_chunks);
-        }
-        pool_.plan(s_.layers * kPhases, chunks(s_.vocab, s_.hidden));
+        plan_head();
+        pool_.run();
+        computed_ = rows_;
+        return kOk;
+    }
+
+    // Logits of rows of the last forward().
+    Status score(const Wanted& wanted) override {
+        Status status = take_wanted(wanted, computed_);
+        if (status != kOk) return status;
+        reserve_rows(0);
+        for (int phase = 0; phase < s_.layers * kPhases; ++phase) pool_.plan(phase, 0);
+        plan_head();
         pool_.run();
         return kOk;
     }
 
 private:
+    void take_pieces(int count, const int32_t* packed) {
+        pieces_.clear();
+        rows_ = 0;
+        for (int i = 0; i < count; ++i) {
+            Piece piece{rows_, packed[0], packed[1], packed[2], packed + 3, packed + 3 + packed[2]};
+            pieces_.push_back(piece);
+            rows_ += piece.count;
+            packed = piece.tokens + piece.count;
+        }
+    }
+
     Status check() const {
-        for (int row = 0; row < rows_.count; ++row) {
-            if (uint32_t(rows_.tokens[row]) >= uint32_t(s_.vocab)) return kBadToken;
-            if (uint32_t(rows_.positions[row]) >= uint32_t(s_.context)) return kBadPosition;
-            int used = rows_.positions[row] / s_.block_size + 1;
-            if (used > rows_.table_width) return kBadPosition;
-            const int32_t* table = rows_.tables + size_t(row) * rows_.table_width;
-            for (int i = 0; i < used; ++i)
-                if (uint32_t(table[i]) >= uint32_t(s_.blocks)) return kBadBlock;
+        for (const Piece& piece : pieces_) {
+            for (int i = 0; i < piece.count; ++i)
+                if (uint32_t(piece.tokens[i]) >= uint32_t(s_.vocab)) return kBadToken;
+            int64_t end = int64_t(piece.start) + piece.count;
+            if (piece.start < 0 || end > s_.context || end > int64_t(piece.table_width) * s_.block_size)
+                return kBadPosition;
+            for (int i = 0; i * s_.block_size < end; ++i)
+                if (uint32_t(piece.table[i]) >= uint32_t(s_.blocks)) return kBadBlock;
         }
         return kOk;
     }
 
+    Status take_wanted(const Wanted& wanted, int rows) {
+        if (wanted.count > rows && !wanted.rows) return kBadRow;
+        for (int i = 0; wanted.rows && i < wanted.count; ++i)
+            if (uint32_t(wanted.rows[i]) >= uint32_t(rows)) return kBadRow;
+        wanted_ = wanted;
+        return kOk;
+    }
+
     void prepare() {
-        size_t rows = rows_.count, group = group_;
-        spans_.clear();
-        first_span_.clear();
-        for (int row = 0; row < rows_.count; ++row) {
-            int length = rows_.positions[row] + 1, of = (length + kSpan - 1) / kSpan;
-            first_span_.push_back(int(spans_.size()));
-            for (int i = 0; i < of; ++i)
-                spans_.push_back({row, i * kSpan, std::min(kSpan, length - i * kSpan), of});
-        }
+        size_t rows = rows_;
+        plan_attention();
+        qkv_ = grid(rows_, q_size_ + 2 * s_.kv_heads * s_.head_dim, s_.hidden, s_.head_dim);
+        o_ = grid(rows_, s_.hidden, q_size_, chunk_rows(q_size_));
+        gate_up_ = grid(rows_, s_.ffn, s_.hidden, chunk_rows(s_.hidden));
+        down_ = grid(rows_, s_.hidden, s_.ffn, chunk_rows(s_.ffn));
         x_.reserve(rows * s_.hidden);
-        q_.reserve(rows * pitch_of(q_size_));
+        q_.reserve(rows * q_size_);
         attended_.reserve(rows * pitch_of(q_size_));
         gated_.reserve(rows * pitch_of(s_.ffn));
-        partial_.reserve(spans_.size() * s_.kv_heads * partial_size());
-        if (pending_size_ < rows * s_.kv_heads) {
-            pending_.reset(new std::atomic<int>[rows * s_.kv_heads]());
-            pending_size_ = rows * s_.kv_heads;
-        }
-        size_t widest = std::max<size_t>(s_.head_dim, 2 * kMostChunkRows);
+        positions_.reserve(rows);
+        slots_.reserve(rows);
+        size_t queries = std::max(kTaskQueries, group_), pitch = mixed_pitch();
         for (Scratch& scratch : scratch_) {
-            scratch.inputs.reserve(rows * pitch_of(s_.hidden));
-            scratch.out.reserve(rows * widest);
-            scratch.scores.reserve(group * kSpan);
-            scratch.mixed.reserve(group * s_.head_dim);
+            scratch.packed.reserve(kSpan * pitch);
+            scratch.turned.reserve(kSpan * pitch);
+            scratch.mixed.reserve(queries * pitch);
+            scratch.more.reserve(kQueries * pitch);
+            scratch.sums.reserve(queries);
             scratch.keys.reserve(kSpan);
             scratch.values.reserve(kSpan);
         }
+        reserve_rows(rows_);
+        for (const Piece& piece : pieces_)
+            for (int i = 0; i < piece.count; ++i) begin_row(piece, i);
     }
 
-    size_t partial_size() const { return size_t(group_) * (s_.head_dim + 2); }
+    // Room for the rows that one item of a phase works on.
+    void reserve_rows(int rows) {
+        auto most = [&](int width) { return size_t(std::min(std::max(rows, wanted_.count), most_rows(width))); };
+        size_t widest = std::max<size_t>(s_.head_dim, 2 * kMostChunkRows);
+        for (Scratch& scratch : scratch_) {
+            scratch.inputs.reserve(most(s_.hidden) * pitch_of(s_.hidden));
+            scratch.out.reserve(most(std::min({s_.hidden, q_size_, s_.ffn})) * widest);
+        }
+    }
 
+    void begin_row(const Piece& piece, int i) {
+        int row = piece.row + i, position = piece.start + i;
+        const W* from = embed_ + size_t(piece.tokens[i]) * s_.hidden;
+        float* x = x_.get() + size_t(row) * s_.hidden;
+        for (int d = 0; d < s_.hidden; ++d) x[d] = widen(from[d]);
+        positions_.get()[row] = position;
+        slots_.get()[row] = size_t(piece.table[position / s_.block_size]) * s_.block_size + position % s_.block_size;
+    }
+
+    void plan_attention() {
+        tasks_.clear();
+        int places = 0, most = std::max(1, kTaskQueries / group_);
+        for (int number = 0; number < int(pieces_.size()); ++number) {
+            const Piece& piece = pieces_[number];
+            if (piece.count >= kManyRows) {
+                // The last rows see the most keys: they go first, so that what is left at the end is little.
+                for (int tiles = (piece.count + most - 1) / most, i = tiles - 1; i >= 0; --i) {
+                    int first = piece.count * i / tiles, end = piece.count * (i + 1) / tiles;
+                    tasks_.push_back({number, first, end - first, 0, 1, 0});
+                }
+                continue;
+            }
+            for (int row = 0; row < piece.count; ++row) {
+                int parts = (piece.start + row) / kSpan + 1;
+                for (int part = 0; part < parts; ++part) tasks_.push_back({number, row, 1, part, parts, places++});
+            }
+        }
+        partial_.reserve(size_t(places) * s_.kv_heads * group_ * mixed_pitch());
+        partial_sums_.reserve(size_t(places) * s_.kv_heads * group_);
+        if (pending_size_ < size_t(places) * s_.kv_heads) {
+            pending_size_ = 0;
+            pending_.reset(new std::atomic<int>[size_t(places) * s_.kv_heads]());
+            pending_size_ = size_t(places) * s_.kv_heads;
+        }
+    }
+
+    void plan_head() {
+        head_of_ = grid(wanted_.count, s_.vocab, s_.hidden, chunk_rows(s_.hidden));
+        pool_.plan(s_.layers * kPhases, head_of_.items());
+    }
+
+    int mixed_pitch() const { return whole_lanes(s_.head_dim); }
+
+    static int most_rows(int width) {
+        return std::max(kLeastBlockRows, int(kBlockBytes / (pitch_of(width) * sizeof(A))));
+    }
     static int chunk_rows(int width) {
         return std::clamp(int(kChunkBytes / (size_t(width) * sizeof(W))) / 4 * 4, 4, kMostChunkRows);
     }
-    static int chunks(int count, int width) { return (count + chunk_rows(width) - 1) / chunk_rows(width); }
+    static Grid grid(int rows, int columns, int width, int step) {
+        int most = most_rows(width);
+        return {rows, columns, step, (columns + step - 1) / step, (rows + most - 1) / most};
+    }
+    static Cell cell(const Grid& grid, int item) {
+        int block = grid.blocks == 1 ? 0 : item / grid.chunks, column = (item - block * grid.chunks) * grid.step;
+        int columns = std::min(grid.step, grid.columns - column);
+        if (grid.blocks == 1) return {0, 0, grid.rows, column, columns};
+        int row = int(int64_t(grid.rows) * block / grid.blocks);
+        return {block, row, int(int64_t(grid.rows) * (block + 1) / grid.blocks) - row, column, columns};
+    }
 
     static void call(void* self, int phase, int item, int thread, bool first) {
         static_cast<Model*>(self)->work(phase, item, thread, first);
@@ -181,62 +294,58 @@ private:
 
     void work(int phase, int item, int thread, bool first) {
         Scratch& scratch = scratch_[thread];
-        if (phase == s_.layers * kPhases) {
-            if (first) normalise_rows(norm_, scratch);
-            return head_chunk(item, scratch);
-        }
+        if (phase == s_.layers * kPhases) return head_chunk(cell(head_of_, item), first, scratch);
         int index = phase / kPhases;
         const Layer& layer = layers_[index];
         switch (phase % kPhases) {
-            case kQkv:
-                if (first) normalise_rows(layer.input_norm, scratch);
-                return qkv_head(layer, index, item, scratch);
-            case kAttention:
-                return attend(index, spans_[item / s_.kv_heads], item, scratch);
-            case kO:
-                return residual_chunk(layer.o, layer.o_bias, attended_.get(), q_size_, item, scratch);
-            case kGateUp:
-                if (first) normalise_rows(layer.post_norm, scratch);
-                return gate_up_chunk(layer, item, scratch);
-            case kDown:
-                return residual_chunk(layer.down, nullptr, gated_.get(), s_.ffn, item, scratch);
+            case kQkv: return qkv_head(layer, index, item, first, scratch);
+            case kAttention: return attend(index, tasks_[item / s_.kv_heads], item % s_.kv_heads, scratch);
+            case kO: return residual_chunk(layer.o, layer.o_bias, attended_.get(), q_size_, cell(o_, item), scratch);
+            case kGateUp: return gate_up_chunk(layer, cell(gate_up_, item), first, scratch);
+            case kDown: return residual_chunk(layer.down, nullptr, gated_.get(), s_.ffn, cell(down_, item), scratch);
         }
     }
 
     // Each thread makes its own copy: cheaper than one more phase.
-    void normalise_rows(const W* weight, Scratch& scratch) const {
-        for (int row = 0; row < rows_.count; ++row)
-            normalise(x_.get() + size_t(row) * s_.hidden, weight, s_.hidden, s_.eps,
-                      scratch.inputs.get() + row * pitch_of(s_.hidden));
+    void normalise_rows(const W* weight, const Cell& at, const int32_t* picked, bool first, Scratch& scratch) const {
+        if (first || scratch.block != at.block)
+            for (int i = 0; i < at.rows; ++i) {
+                size_t row = picked ? picked[at.row + i] : at.row + i;
+                normalise(x_.get() + row * s_.hidden, weight, s_.hidden, s_.eps,
+                          scratch.inputs.get() + i * pitch_of(s_.hidden));
+            }
+        scratch.block = at.block;
     }
 
-    W* cached(int layer, int of_value, int row, int position, int head) const {
-        size_t block = rows_.tables[size_t(row) * rows_.table_width + position / s_.block_size];
-        size_t slot = (size_t(layer) * 2 + of_value) * s_.blocks * s_.block_size + block * s_.block_size +
-                      position % s_.block_size;
-        return kv_ + (slot * s_.kv_heads + head) * s_.head_dim;
+    // The keys of one layer and head; the values follow after as much as all keys of the layer take.
+    W* cached(int layer, size_t slot, int head) const {
+        return kv_ + ((size_t(layer) * 2 * s_.blocks * s_.block_size + slot) * s_.kv_heads + head) * s_.head_dim;
     }
+    size_t to_value() const { return size_t(s_.blocks) * s_.block_size * s_.kv_heads * s_.head_dim; }
 
-    // One head of the query, the key or the value, of all rows: normalised, turned, and put where attention finds it.
-    void qkv_head(const Layer& layer, int index, int head, Scratch& scratch) const {
-        int size = s_.head_dim, half = size / 2;
+    // One head of the query, the key or the value, of a block of rows: normalised, turned, and put where attention
+    // finds it.
+    void qkv_head(const Layer& layer, int index, int item, bool first, Scratch& scratch) const {
+        Cell at = cell(qkv_, item);
+        int size = s_.head_dim, half = size / 2, head = item - at.block * qkv_.chunks;
+        normalise_rows(layer.input_norm, at, nullptr, first, scratch);
         float* out = scratch.out.get();
-        multiply(layer.qkv + size_t(head) * size * s_.hidden, size, s_.hidden, scratch.inputs.get(),
-                 pitch_of(s_.hidden), rows_.count, out, size);
+        multiply(layer.qkv + size_t(at.column) * s_.hidden, size, s_.hidden, scratch.inputs.get(), pitch_of(s_.hidden),
+                 at.rows, out, size);
         bool query = head < s_.heads, value = head >= s_.heads + s_.kv_heads;
         const W* norm = query ? layer.q_norm : value ? nullptr : layer.k_norm;
-        for (int row = 0; row < rows_.count; ++row, out += size) {
-            int position = rows_.positions[row];
+        for (int row = at.row; row < at.row + at.rows; ++row, out += size) {
+            size_t angles = size_t(positions_.get()[row]) * half;
             if (layer.qkv_bias)
                 for (int i = 0; i < size; ++i) out[i] += widen(layer.qkv_bias[head * size + i]);
             if (norm) normalise_head(out, norm);
-            if (!value) rotate(out, cos_ + size_t(position) * half, sin_ + size_t(position) * half, half);
+            if (!value) rotate(out, cos_ + angles, sin_ + angles, half);
+            auto turned = [&](int i, auto kind) { return load_as<decltype(kind)>(out + i); };
             if (query) {
-                A* to = q_.get() + row * pitch_of(q_size_) + head * size;
-                for (int i = 0; i < size; ++i) Round<W>::store(to + i, out[i]);
+                put_all<W>(queries(row, head / group_) + head % group_ * size, size, turned);
             } else {
-                W* to = cached(index, value, row, position, head - s_.heads - (value ? s_.kv_heads : 0));
-                for (int i = 0; i < size; ++i) Round<W>::store(to + i, out[i]);
+                W* to = cached(index, slots_.get()[row], (head - s_.heads) % s_.kv_heads) + (value ? to_value() : 0);
+                put_all<W>(to, size, turned);
             }
         }
     }
@@ -248,85 +357,122 @@ private:
         for (int i = 0; i < s_.head_dim; ++i) head[i] *= scale * widen(weight[i]);
     }
 
-    // The query heads that share one key head, over one span of one row.
-    void attend(int layer, const Span& span, int item, Scratch& scratch) {
-        int size = s_.head_dim, head = item % s_.kv_heads;
+    // The query heads of a row that share one key head. Those of the next row follow them.
+    A* queries(int row, int kv_head) const {
+        return q_.get() + (size_t(kv_head) * rows_ + row) * group_ * s_.head_dim;
+    }
+
+    // All query heads that share one key head, for the rows and spans of a task.
+    void attend(int layer, const Task& task, int head, Scratch& scratch) {
+        const Piece& piece = pieces_[task.piece];
+        int row = piece.row + task.first, end = piece.start + task.first + task.rows;
+        if (task.parts > 1) return attend_part(layer, task, head, scratch);
+        float* mixed = scratch.mixed.get();
+        Softmax* sums = scratch.sums.get();
+        for (int begin = 0; begin < end; begin += kSpan) 
+            attend_to(layer, task, head, begin, begin == 0, mixed, sums, scratch);
+        for (int i = 0; i < task.rows * group_; ++i)
+            put_attended(row + i / group_, head * group_ + i % group_, mixed + i * mixed_pitch(), sums[i].total);
+    }
+
+    // Adds the span of keys that starts at `begin` to what the queries of the task have already, or begins with it.
+    void attend_to(int layer, const Task& task, int head, int begin, bool first, float* mixed, Softmax* sums,
+                   Scratch& scratch) const {
+        const Piece& piece = pieces_[task.piece];
+        int end = std::min(piece.start + task.first + task.rows, begin + kSpan);
         const W **keys = scratch.keys.get(), **values = scratch.values.get();
-        size_t to_value = size_t(s_.blocks) * s_.block_size * s_.kv_heads * size;
-        for (int i = 0; i < span.count; ++i) {
-            keys[i] = cached(layer, 0, span.row, span.begin + i, head);
-            values[i] = keys[i] + to_value;
-        }
-        for (int i = span.count; i % 4; ++i) keys[i] = keys[i - 1];
-        const A* query = q_.get() + span.row * pitch_of(q_size_) + head * group_ * size;
-        float* scores = scratch.scores.get();
-        for (int i = 0; i < span.count; i += 4) tiles<W>(keys + i, size, query, size, group_, scores + i, kSpan, nullptr);
-        bool whole = span.of == 1;
-        float* partial = partial_.get() + size_t(item) * partial_size();
-        float* mixed = whole ? scratch.mixed.get() : partial;
-        float *largest = partial + group_ * size, *totals = largest + group_;
-        for (int g = 0; g < group_; ++g)
-            totals[g] = soften(scores + g * kSpan, span.count, 1.0f / __builtin_sqrtf(size), largest[g]);
-        mix(values, size, span.count, scores, kSpan, group_, mixed, size);
-        if (whole) {
-            for (int g = 0; g < group_; ++g) put_attended(span.row, head * group_ + g, mixed + g * size, totals[g]);
-        } else if (pending_[span.row * s_.kv_heads + head].fetch_add(1) + 1 == span.of) {
-            pending_[span.row * s_.kv_heads + head].store(0);
-            join_spans(span, head, scratch.mixed.get());
+        int count = gather(layer, piece, head, begin, end, keys, values);
+        if (task.rows * group_ <= kQueries && s_.head_dim % kLanes == 0)
+            return attend_with(SpanRows<W>{keys, values, count}, task, head, begin, first, mixed, sums, scratch);
+        PackedSpan<W, A> span{keys, nullptr, scratch.packed.get(), mixed_pitch()};
+        pack(values, count, s_.head_dim, scratch.packed.get());
+        if (turn(keys, count, s_.head_dim, scratch.turned.get())) span.turned = scratch.turned.get();
+        attend_with(span, task, head, begin, first, mixed, sums, scratch);
+    }
+
+    template <class Span>
+    void attend_with(const Span& span, const Task& task, int head, int begin, bool first, float* mixed,
+                     Softmax* sums, Scratch& scratch) const {
+        const Piece& piece = pieces_[task.piece];
+        int position = piece.start + task.first, pitch = mixed_pitch();
+        const A* from = queries(piece.row + task.first, head);
+        Softmax added[kQueries];
+        // Rows before the span see nothing of it.
+        for (int query = std::max(0, begin - position) * group_, size; query < task.rows * group_; query += size) {
+            size = std::min(kQueries, task.rows * group_ - query);
+            auto seen = [&](int n) { return std::min(kSpan, position + (query + n) / group_ + 1 - begin); };
+            float *to = mixed + query * pitch, *more = first ? to : scratch.more.get();
+            attend_to_span(size, span, s_.head_dim, from + query * s_.head_dim, seen, more,
+                           first ? sums + query : added);
+            if (first) continue;
+            for (int n = 0; n < size; ++n) join(to + n * pitch, sums[query + n], more + n * pitch, added[n], pitch);
         }
     }
 
-    // Done by whichever thread finishes a row's last span, always in the order of the spans.
-    void join_spans(const Span& span, int head, float* mixed) {
-        int size = s_.head_dim;
-        for (int g = 0; g < group_; ++g) {
-            auto part = [&](int i) {
-                return partial_.get() + (size_t(first_span_[span.row] + i) * s_.kv_heads + head) * partial_size();
-            };
-            int at = group_ * size + g;
-            float most = part(0)[at], total = 0;
-            for (int i = 1; i < span.of; ++i) most = std::max(most, part(i)[at]);
-            std::fill(mixed, mixed + size, 0.0f);
-            for (int i = 0; i < span.of; ++i) {
-                float weight = exponential(part(i)[at] - most);
-                total += weight * part(i)[at + group_];
-                const float* from = part(i) + g * size;
-                for (int d = 0; d < size; ++d) mixed[d] += weight * from[d];
+    int gather(int layer, const Piece& piece, int head, int begin, int end, const W** keys, const W** values) const {
+        size_t step = size_t(s_.kv_heads) * s_.head_dim;
+        int count = 0;
+        for (int position = begin; position < end;) {
+            int block = position / s_.block_size, offset = position - block * s_.block_size;
+            const W* key = cached(layer, size_t(piece.table[block]) * s_.block_size + offset, head);
+            for (; offset < s_.block_size && position < end; ++offset, ++position, ++count, key += step) {
+                keys[count] = key;
+                values[count] = key + to_value();
             }
-            put_attended(span.row, head * group_ + g, mixed, total);
+        }
+        for (int i = count; i % kTurned; ++i) keys[i] = keys[i - 1];
+        return count;
+    }
+
+    // One row and one of its spans. Whichever thread finishes the last of them joins them, always in their order.
+    void attend_part(int layer, const Task& task, int head, Scratch& scratch) {
+        int pitch = mixed_pitch(), row = pieces_[task.piece].row + task.first, first = task.place - task.part;
+        auto place = [&](int part) { return (size_t(first + part) * s_.kv_heads + head) * group_; };
+        auto mixed = [&](int part) { return partial_.get() + place(part) * pitch; };
+        auto sums = [&](int part) { return partial_sums_.get() + place(part); };
+        attend_to(layer, task, head, task.part * kSpan, true, mixed(task.part), sums(task.part), scratch);
+        std::atomic<int>& pending = pending_[size_t(first) * s_.kv_heads + head];
+        if (pending.fetch_add(1) + 1 < task.parts) return;
+        pending.store(0);
+        for (int g = 0; g < group_; ++g) {
+            for (int part = 1; part < task.parts; ++part)
+                join(mixed(0) + g * pitch, sums(0)[g], mixed(part) + g * pitch, sums(part)[g], pitch);
+            put_attended(row, head * group_ + g, mixed(0) + g * pitch, sums(0)[g].total);
         }
     }
 
     void put_attended(int row, int head, const float* mixed, float total) const {
         A* to = attended_.get() + row * pitch_of(q_size_) + head * s_.head_dim;
-        for (int d = 0; d < s_.head_dim; ++d) Round<W>::store(to + d, mixed[d] / total);
+        put_all<W>(to, s_.head_dim, [&](int d, auto kind) { return load_as<decltype(kind)>(mixed + d) / total; });
     }
 
     // Some columns of x += inputs . weights + bias.
-    void residual_chunk(const W* weights, const W* bias, const A* inputs, int width, int item, Scratch& scratch) const {
-        int step = chunk_rows(width), begin = item * step, count = std::min(step, s_.hidden - begin);
+    void residual_chunk(const W* weights, const W* bias, const A* inputs, int width, const Cell& at,
+                        Scratch& scratch) const {
         float* out = scratch.out.get();
-        multiply(weights + size_t(begin) * width, count, width, inputs, pitch_of(width), rows_.count, out, count);
-        for (int row = 0; row < rows_.count; ++row, out += count) {
-            float* x = x_.get() + size_t(row) * s_.hidden + begin;
-            for (int i = 0; i < count; ++i) x[i] += bias ? out[i] + widen(bias[begin + i]) : out[i];
+        multiply(weights + size_t(at.column) * width, at.columns, width, inputs + at.row * pitch_of(width),
+                 pitch_of(width), at.rows, out, at.columns);
+        for (int row = at.row; row < at.row + at.rows; ++row, out += at.columns) {
+            float* x = x_.get() + size_t(row) * s_.hidden + at.column;
+            for (int i = 0; i < at.columns; ++i) x[i] += bias ? out[i] + widen(bias[at.column + i]) : out[i];
         }
     }
 
-    void gate_up_chunk(const Layer& layer, int item, Scratch& scratch) const {
-        int step = chunk_rows(s_.hidden), begin = item * step, count = std::min(step, s_.ffn - begin);
+    void gate_up_chunk(const Layer& layer, const Cell& at, bool first, Scratch& scratch) const {
+        normalise_rows(layer.post_norm, at, nullptr, first, scratch);
+        int count = at.columns;
         float* out = scratch.out.get();
         for (int of_up = 0; of_up < 2; ++of_up)
-            multiply(layer.gate_up + (size_t(of_up) * s_.ffn + begin) * s_.hidden, count, s_.hidden,
-                     scratch.inputs.get(), pitch_of(s_.hidden), rows_.count, out + of_up * count, 2 * count);
-        for (int row = 0; row < rows_.count; ++row, out += 2 * count)
-            gate<W>(out, out + count, count, gated_.get() + row * pitch_of(s_.ffn) + begin);
+            multiply(layer.gate_up + (size_t(of_up) * s_.ffn + at.column) * s_.hidden, count, s_.hidden,
+                     scratch.inputs.get(), pitch_of(s_.hidden), at.rows, out + of_up * count, 2 * count);
+        for (int row = at.row; row < at.row + at.rows; ++row, out += 2 * count)
+            gate<W>(out, out + count, count, gated_.get() + row * pitch_of(s_.ffn) + at.column);
     }
 
-    void head_chunk(int item, Scratch& scratch) const {
-        int step = chunk_rows(s_.hidden), begin = item * step, count = std::min(step, s_.vocab - begin);
-        multiply(head_ + size_t(begin) * s_.hidden, count, s_.hidden, scratch.inputs.get(), pitch_of(s_.hidden),
-                 rows_.count, rows_.logits + begin, s_.vocab);
+    void head_chunk(const Cell& at, bool first, Scratch& scratch) const {
+        normalise_rows(norm_, at, wanted_.rows, first, scratch);
+        multiply(head_ + size_t(at.column) * s_.hidden, at.columns, s_.hidden, scratch.inputs.get(),
+                 pitch_of(s_.hidden), at.rows, wanted_.logits + size_t(at.row) * s_.vocab + at.column, s_.vocab);
     }
 
     const Shape s_;
@@ -335,10 +481,15 @@ private:
     std::vector<Layer> layers_;
     W* kv_ = nullptr;
     const float *cos_ = nullptr, *sin_ = nullptr;
-    Rows rows_{};
-    std::vector<Span> spans_;
-    std::vector<int> first_span_;
+    std::vector<Piece> pieces_;
+    int rows_ = 0, computed_ = 0;
+    Wanted wanted_{};
+    Grid qkv_{}, o_{}, gate_up_{}, down_{}, head_of_{};
+    std::vector<Task> tasks_;
+    Buffer<int> positions_;
+    Buffer<size_t> slots_;
     Buffer<float> x_, partial_;
+    Buffer<Softmax> partial_sums_;
     Buffer<A> q_, attended_, gated_;
     std::unique_ptr<std::atomic<int>[]> pending_;
     size_t pending_size_ = 0;
@@ -365,11 +516,19 @@ void baton_decoder_bind(void* decoder, const void* const* weights, void* kv, con
     static_cast<baton::Decoder*>(decoder)->bind(weights, kv, cos, sin);
 }
 
-// `tables` has `table_width` block numbers for each row. Writes `count` rows of logits.
-int baton_decoder_forward(void* decoder, int count, const int32_t* tokens, const int32_t* positions,
-                          const int32_t* tables, int table_width, float* logits) {
+// Writes a row of logits for each of the `wanted` rows, or the first `count` rows if it is null.
+int baton_decoder_forward(void* decoder, int pieces, const int32_t* packed, int count, const int32_t* wanted,
+                          float* logits) {
     try {
-        return static_cast<baton::Decoder*>(decoder)->forward({count, table_width, tokens, positions, tables, logits});
+        return static_cast<baton::Decoder*>(decoder)->forward(pieces, packed, {count, wanted, logits});
+    } catch (const std::bad_alloc&) {
+        return baton::kNoMemory;
+    }
+}
+
+int baton_decoder_score(void* decoder, int count, const int32_t* wanted, float* logits) {
+    try {
+        return static_cast<baton::Decoder*>(decoder)->score({count, wanted, logits});
     } catch (const std::bad_alloc&) {
         return baton::kNoMemory;
     }
