@@ -4,19 +4,20 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
-from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest
-from baton.ports.engine import Engine, EngineInfo, Stream, Work
+from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
+from baton.ports.engine import EmbedWork, Engine, EngineInfo, Stream, Work
+from baton.protocol.control import Continue, Pause
 from baton.protocol.events import KvCleared, KvRemoved, KvStored
 from baton.protocol.ids import RequestId, new_request_id
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 from baton.testing.bounded import eventually, measure_lag, run_bounded
-from baton.testing.engine_session import Answer, Session, read_to_the_end
+from baton.testing.engine_session import Answer, Session, beyond, read_to_the_end
 from baton.testing.fakes import running
 
 
@@ -507,6 +508,65 @@ class EngineContract:
                 await engine.stop()
                 await listening
                 self._check_kv_events(session)
+
+        self._run(body())
+
+    # Embeddings and orders
+
+    def test_what_the_engine_cannot_do_is_refused_and_harms_nothing(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                can = session.engine.capabilities
+                if not can.embeddings:
+                    with pytest.raises(Unsupported):
+                        await session.engine.embed(EmbedWork(request_id=new_request_id("contract"), inputs=((1,),)))
+                for verb in beyond(can):
+                    with pytest.raises(Unsupported):
+                        await session.engine.control(verb)
+                await self._tokens_of(session, self.work(session.info))
+
+        self._run(body())
+
+    @pytest.mark.parametrize("mode", ["keep", "retract"])
+    def test_requests_wait_while_the_engine_is_paused_and_then_go_on(self, mode: Literal["keep", "retract"]) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                if mode not in session.engine.capabilities.pause_modes:
+                    pytest.skip(f"the engine cannot pause and {mode}")
+                work = self.work(session.info, tokens=60)
+                alone = await self._tokens_of(session, work) if self.deterministic else None
+                stream = session.engine.submit(msgspec.structs.replace(work, request_id=new_request_id("contract")))
+                await session.engine.control(Pause(mode=mode))
+                late = session.engine.submit(self.work(session.info, seed=9))
+                await asyncio.sleep(0.2)
+                assert session.busy() == 2
+                await session.engine.control(Continue())
+                answer = await read_to_the_end(stream)
+                assert len(answer.tokens[0]) == 60
+                if alone is not None:
+                    assert answer.tokens[0] == alone
+                assert len((await read_to_the_end(late)).tokens[0]) == 8
+                await session.as_at_the_start(self.limit_s)
+
+        self._run(body())
+
+    def test_a_paused_engine_still_aborts_and_stops(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                if "keep" not in session.engine.capabilities.pause_modes:
+                    pytest.skip("the engine cannot pause")
+                work, other = self._long(session), self._long(session, seed=1)
+                stream, left = session.engine.submit(work), session.engine.submit(other)
+                await stream.read()
+                await session.engine.control(Pause(mode="keep"))
+                await session.engine.abort(work.request_id)
+                with pytest.raises(Cancelled):
+                    await read_to_the_end(stream)
+                await session.engine.stop()
+                with pytest.raises(EngineDead):
+                    await read_to_the_end(left)
+                with pytest.raises(EngineDead):
+                    await session.engine.control(Continue())
 
         self._run(body())
 

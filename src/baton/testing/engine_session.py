@@ -1,6 +1,9 @@
 """What the engine contract looks at: a started engine with all that it tells, and what its streams yield."""
 
-from baton.ports.engine import Engine, EngineInfo, Stream
+from typing import Literal
+
+from baton.ports.engine import Capabilities, Engine, EngineInfo, Stream
+from baton.protocol.control import ClearCache, FromDisk, Pause, ReleaseMemory, StopProfile, UpdateWeights, Verb
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.outputs import Finished, Output, TokenDelta
 from baton.testing.bounded import eventually
@@ -60,6 +63,21 @@ class Session:
     async def as_at_the_start(self, limit_s: float) -> None:
         """Wait until no request is inside and no block is held that was not held at the start."""
         await eventually(lambda: not self.busy() and self.used_blocks() == self.blocks_at_start, limit_s)
+
+
+def beyond(can: Capabilities) -> list[Verb]:
+    """Return orders that an engine with these capabilities refuses."""
+    tags = can.memory_tags | {"no such memory"}
+    modes: tuple[Literal["abort", "retract", "keep"], ...] = ("abort", "retract", "keep")
+    verbs: list[Verb] = [ReleaseMemory(tags=(tag,)) for tag in tags - can.memory_tags]
+    verbs += [Pause(mode=mode) for mode in modes if mode not in can.pause_modes]
+    if not can.clear_cache:
+        verbs.append(ClearCache())
+    if not can.profile:
+        verbs.append(StopProfile())
+    if "disk" not in can.weight_sources:
+        verbs.append(UpdateWeights(source=FromDisk(path="nowhere"), version="2"))
+    return verbs
 
 
 async def read_to_the_end(stream: Stream, choices: int = 1, not_before: float = 0.0) -> Answer:
