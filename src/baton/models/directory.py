@@ -21,13 +21,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer."""
-        match self.eos_token_id:
-            case None:
-                return ()
-            case int(token):
-                return (token,)
-            case tokens:
-                return tuple(tokens)
+        return one_or_more(self.eos_token_id)
+
+
+def one_or_more(tokens: int | list[int] | None) -> tuple[int, ...]:
+    """Return the tokens of a field that has none, one, or a list of them."""
+    match tokens:
+        case None:
+            return ()
+        case int(token):
+            return (token,)
+        case several:
+            return tuple(several)
 
 
 def resolve_model(model: str, cache_dir: Path) -> Path:

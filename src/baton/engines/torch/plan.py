@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import ConfigError, InvalidRequest, Unsupported
+from baton.models.directory import one_or_more
 from baton.ports.engine import Work
 from baton.protocol.outputs import FinishReason
 from baton.protocol.requests import Sampling, Share, Temperature, TokenId
@@ -37,13 +38,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer."""
-        match self.eos_token_id:
-            case None:
-                return ()
-            case int(token):
-                return (token,)
-            case tokens:
-                return tuple(tokens)
+        return one_or_more(self.eos_token_id)
 
 
 class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True):
