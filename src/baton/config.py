@@ -56,9 +56,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     workers: Annotated[int, Meta(ge=1, le=256), _about("worker processes to start", _SERVE)] = 1
     host: Annotated[str, _about("address of the OpenAI endpoint", _FRONT)] = "127.0.0.1"
     port: Annotated[Port, _about("port of the OpenAI endpoint", _FRONT)] = 8000
-    router: Annotated[Literal["round-robin", "random"], _about("how requests are spread over workers", _FRONT)] = (
-        "round-robin"
-    )
+    router: Annotated[
+        Literal["round-robin", "random", "kv"],
+        _about("how requests are spread over workers; kv sends a prompt where its beginning is cached", _FRONT),
+    ] = "round-robin"
     migrations: Annotated[
         int,
         Meta(ge=0, le=100),

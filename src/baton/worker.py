@@ -122,15 +122,15 @@ class Worker:
             tasks += [starting, stopping]
             await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
-                orders, probe = starting.result()
+                endpoint, orders, probe = starting.result()
                 on_ready()
-                await self._serve(orders, probe, stopping)
+                await self._serve(endpoint, orders, probe, stopping)
         finally:
             await self._runtime.shutdown()
             await _bounded("the engine did not stop", self._engine.stop(), self._settings.abort_s)
             await _cancel(tasks)
 
-    async def _start(self) -> tuple[Orders, Probe]:
+    async def _start(self) -> tuple[Endpoint, Orders, Probe]:
         """Bring everything up, in time."""
         try:
             async with asyncio.timeout(self._settings.start_s):
@@ -142,7 +142,7 @@ class Worker:
         log.info("serving %s as %s on the %s engine", info.model_name, self._role, self._settings.engine)
         return opened
 
-    async def _open(self, info: EngineInfo) -> tuple[Orders, Probe]:
+    async def _open(self, info: EngineInfo) -> tuple[Endpoint, Orders, Probe]:
         """Serve the endpoint, see that the role works, and only then be found."""
         self._runtime.expose_metrics(self._metrics.render)
         self._runtime.expose("live", self._answer_live)
@@ -153,7 +153,7 @@ class Worker:
             raise EngineDead(f"the first probe failed: {problem}")
         await endpoint.advertise(self._card(info))
         self._set_healthy(True)
-        return self._take_orders(endpoint), probe
+        return endpoint, self._take_orders(endpoint), probe
 
     def _take_orders(self, endpoint: Endpoint) -> Orders:
         presence = Presence(endpoint, self.gate, self._runtime.set_ready, LAST_WORDS_S)
@@ -184,7 +184,7 @@ class Worker:
             service = Service(text.generate, decode_text, encode_text)
         return service, lambda: _exhaust(probe.generate(ONE_TOKEN, _ProbeContext()))
 
-    async def _serve(self, orders: Orders, probe: Probe, stopping: asyncio.Task[bool]) -> None:
+    async def _serve(self, endpoint: Endpoint, orders: Orders, probe: Probe, stopping: asyncio.Task[bool]) -> None:
         """Serve until told to stop or until something fails that a restart must mend, then leave."""
 
         async def on_change(healthy: bool, problem: str) -> None:
@@ -205,7 +205,7 @@ class Worker:
         guards = [
             probing,
             self._guard("watchdog", watch(self._engine, self._settings.stall_s, lambda: orders.excused)),
-            self._guard("readings", self._read_engine()),
+            self._guard("readings", self._read_engine(endpoint)),
         ]
         try:
             await self._first_of(stopping)
@@ -245,11 +245,13 @@ class Worker:
         task.add_done_callback(self._on_guard_done)
         return task
 
-    async def _read_engine(self) -> None:
+    async def _read_engine(self, endpoint: Endpoint) -> None:
         async with aclosing(self._engine.readings()) as readings:
             async for reading in readings:
                 if isinstance(reading, LoadSnapshot):
                     self._metrics.load(reading)
+                else:
+                    endpoint.tell(reading)
 
     async def _answer_live(self, _: dict[str, object]) -> dict[str, object]:
         return {"state": self.gate.state.value, "in_flight": self.gate.in_flight}
@@ -279,6 +281,8 @@ class Worker:
             block_size=info.block_size,
             total_blocks=info.total_blocks,
             max_running=info.max_running,
+            # A router compares tokens; where the worker makes them, it has none.
+            kv_events=not embeds and self._settings.accepts == "tokens",
         )
 
 

@@ -229,7 +229,8 @@ class System:
     def instances(self) -> int:
         """Return how many workers the frontend knows."""
         with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-            return sum(instance["namespace"] == self.namespace for instance in json.load(answer)["instances"])
+            mine = {"namespace": self.namespace, "endpoint": "generate"}
+            return sum(mine.items() <= instance.items() for instance in json.load(answer)["instances"])
 
     def health(self, worker: int = 0) -> int:
         """Return the status of a worker's /health."""

@@ -72,6 +72,7 @@ class WorkerType:
 class RouterMode:
     RoundRobin: RouterMode
     Random: RouterMode
+    KV: RouterMode
 
 class RouterConfig:
     def __init__(self, mode: RouterMode) -> None: ...
@@ -81,7 +82,23 @@ class ModelRuntimeConfig:
     total_kv_blocks: int | None
     max_num_seqs: int | None
     kv_event_publishing_enabled: bool | None
+    enable_local_indexer: bool | None
     def set_disaggregated_endpoint(self, bootstrap_host: str, bootstrap_port: int) -> None: ...
+
+class KvEventPublisher:
+    def __init__(self, endpoint: Endpoint, *, kv_block_size: int, enable_local_indexer: bool = False) -> None: ...
+    def publish_stored(
+        self,
+        token_ids: list[int],
+        num_block_tokens: list[int],
+        block_hashes: list[int],
+        parent_hash: int | None = None,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None: ...
+    def publish_removed(self, block_hashes: list[int]) -> None: ...
+    def shutdown(self) -> None: ...
 
 class EngineType:
     Dynamic: EngineType

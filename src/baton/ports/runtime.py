@@ -8,6 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from baton.protocol.events import KvEvent
+
 Wire = dict[str, object]
 Req = TypeVar("Req")
 Rep = TypeVar("Rep")
@@ -69,6 +71,12 @@ class Endpoint(Protocol):
 
     async def advertise(self, card: ModelCard) -> None:
         """Announce the model, once; from now on frontends send requests here."""
+
+    def tell(self, event: KvEvent) -> None:
+        """Tell routers which blocks this instance holds, in the order that the engine said so. Never blocks.
+
+        Valid after `advertise` with a card that has `kv_events`.
+        """
 
     async def withdraw(self) -> None:
         """Leave discovery; requests that run go on. Idempotent."""

@@ -22,6 +22,7 @@ class KvStored(msgspec.Struct, frozen=True, tag="stored"):
     parent_hash: int | None = None
     dp_rank: int = 0
     lora_name: str | None = None
+    cache_salt: str | None = None
 
 
 class KvRemoved(msgspec.Struct, frozen=True, tag="removed"):

@@ -10,6 +10,7 @@ from typing import Any
 from baton.errors import BatonError, Cancelled, Draining, EngineFailed, InvalidRequest, PeerLost
 from baton.ports.runtime import Context, ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
+from baton.protocol.events import KvEvent
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class MemoryEndpoint:
         self.service = service
         self.card: ModelCard | None = None
         self.listed = True
+        self.told: list[KvEvent] = []
         self.running: set[asyncio.Task[None]] = set()
 
     @property
@@ -68,6 +70,10 @@ class MemoryEndpoint:
     async def advertise(self, card: ModelCard) -> None:
         """See `Endpoint.advertise`."""
         self.card = card
+
+    def tell(self, event: KvEvent) -> None:
+        """See `Endpoint.tell`."""
+        self.told.append(event)
 
     async def withdraw(self) -> None:
         """See `Endpoint.withdraw`."""

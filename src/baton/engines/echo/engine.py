@@ -311,6 +311,7 @@ class EchoEngine:
                     token_ids=sequence.work.token_ids[first : len(hold.named) * BLOCK],
                     block_size=BLOCK,
                     parent_hash=hold.named[hold.cached - 1] if hold.cached else None,
+                    cache_salt=sequence.work.cache_salt,
                 )
             )
 

@@ -83,7 +83,9 @@ class BlockPool:
                 if self._names[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def commit(self, blocks: list[int], first: int, names: Sequence[int], token_ids: Sequence[int]) -> None:
+    def commit(
+        self, blocks: list[int], first: int, names: Sequence[int], token_ids: Sequence[int], salt: str | None = None
+    ) -> None:
         """Name the blocks of a sequence from number `first` on, as far as `names` go; nobody will write to them again.
 
         `names` and `token_ids` are the sequence's, from its start. A block whose name is taken gives way to the one
@@ -101,9 +103,9 @@ class BlockPool:
                 self.hold((known,))
                 self.give_back((block,))
                 blocks[number] = known
-        self._tell_stored(fresh, names, token_ids)
+        self._tell_stored(fresh, names, token_ids, salt)
 
-    def _tell_stored(self, fresh: list[int], names: Sequence[int], token_ids: Sequence[int]) -> None:
+    def _tell_stored(self, fresh: list[int], names: Sequence[int], token_ids: Sequence[int], salt: str | None) -> None:
         """Announce each run of consecutive new blocks once."""
         size = self.size
         while fresh:
@@ -116,6 +118,7 @@ class BlockPool:
                     token_ids=tuple(token_ids[start * size : stop * size]),
                     block_size=size,
                     parent_hash=names[start - 1] if start else None,
+                    cache_salt=salt,
                 )
             )
             fresh = fresh[stop - start :]

@@ -86,7 +86,8 @@ class Scheduler:
         full = sequence.computed // size
         if self._reuse and full > sequence.committed:
             names = sequence.hashes_of_full_blocks(size)[:full]
-            self.pool.commit(sequence.blocks, sequence.committed, names, sequence.tokens)
+            salt = sequence.work.cache_salt
+            self.pool.commit(sequence.blocks, sequence.committed, names, sequence.tokens, salt)
             sequence.committed = full
 
     def clear(self) -> None:

@@ -11,11 +11,12 @@ from baton.runtimes.dynamo.listener import refuse_unusable_address, set_nodelay
 from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 
-RouterName = Literal["round-robin", "random"]
+RouterName = Literal["round-robin", "random", "kv"]
 
 _ROUTERS = {
     "round-robin": _core.RouterMode.RoundRobin,
     "random": _core.RouterMode.Random,
+    "kv": _core.RouterMode.KV,
 }
 
 

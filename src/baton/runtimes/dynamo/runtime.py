@@ -12,10 +12,12 @@ from dynamo import _core
 from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest, PeerLost
 from baton.ports.runtime import Context, ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
+from baton.protocol.events import KvEvent
 from baton.protocol.ids import new_request_id
 from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.egress import Egress, Sender
 from baton.runtimes.dynamo.errors import from_runtime, to_runtime
+from baton.runtimes.dynamo.kv import KvTeller
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.options import RuntimeOptions, discovery_directory, environment
 from baton.runtimes.dynamo.reach import check_services
@@ -133,6 +135,7 @@ class DynamoEndpoint:
     def __init__(self, raw: _core.Endpoint, server: _Server) -> None:
         self._raw = raw
         self._listed = True
+        self._teller: KvTeller | None = None
         self.server = server
         self.served = asyncio.ensure_future(raw.serve_endpoint(server.handle))
 
@@ -162,6 +165,19 @@ class DynamoEndpoint:
             )
         except Exception as error:
             raise ConfigError(f"cannot announce the model in {card.directory}: {error}") from error
+        if card.kv_events:
+            self._teller = KvTeller(self._raw, card.block_size)
+
+    def tell(self, event: KvEvent) -> None:
+        """See `Endpoint.tell`."""
+        if self._teller is not None:
+            self._teller.tell(event)
+
+    def close(self) -> None:
+        """Stop telling routers anything."""
+        if self._teller is not None:
+            self._teller.close()
+            self._teller = None
 
     async def withdraw(self) -> None:
         """See `Endpoint.withdraw`."""
@@ -334,6 +350,7 @@ class DynamoRuntime:
             return
         for endpoint in self._endpoints:
             await endpoint.server.aclose()
+            endpoint.close()
         raw.shutdown()
         if self._endpoints:
             await asyncio.wait([endpoint.served for endpoint in self._endpoints], timeout=SHUTDOWN_S)
@@ -348,6 +365,7 @@ def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
     config.total_kv_blocks = card.total_blocks
     config.max_num_seqs = card.max_running
     config.kv_event_publishing_enabled = card.kv_events
+    config.enable_local_indexer = card.kv_events
     if card.handoff_host is not None and card.handoff_port is not None:
         config.set_disaggregated_endpoint(card.handoff_host, card.handoff_port)
     return config
