@@ -2,8 +2,14 @@
 
 import os
 
+from hypothesis import settings
+
 from baton.runtimes.dynamo.options import RuntimeOptions, environment
 
 _RUNTIME = environment(RuntimeOptions())
 
 os.environ.update({name: _RUNTIME[name] for name in ("DYN_LOG", "DYN_LOGGING_JSONL")})
+
+# How long an example takes says nothing on a busy machine.
+settings.register_profile("baton", deadline=None)
+settings.load_profile("baton")

@@ -27,7 +27,7 @@ def _torch(settings: Settings) -> Engine:
         return TorchEmbedder(settings.torch, Path(settings.model), settings.name)
     from baton.engines.torch.engine import TorchEngine
 
-    return TorchEngine(settings.torch, Path(settings.model), settings.name)
+    return TorchEngine(settings.torch, Path(settings.model), settings.name, lends=settings.role == "prefill")
 
 
 class Kind(NamedTuple):

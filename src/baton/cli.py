@@ -34,6 +34,7 @@ def _serve(settings: Settings) -> int:
 
 def _announce(model: str, settings: Settings) -> None:
     from baton.build import embeds
+    from baton.topology.layout import describe, joining
 
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{settings.port}"
@@ -42,8 +43,10 @@ def _announce(model: str, settings: Settings) -> None:
     else:
         path = "chat/completions"
         body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
-    click.echo(f"Serving {model} on {address}  (logs: {settings.log_dir})\n\nTry it:\n")
+    click.echo(f"Serving {model} on {address} with {describe(settings)}  (logs: {settings.log_dir})\n\nTry it:\n")
     click.echo(f"  curl {address}/v1/{path} -H 'Content-Type: application/json' -d '{body}'\n")
+    if settings.prefill:
+        click.echo(f"Add a worker while it serves:\n\n  {joining(settings)}\n")
     sys.stdout.flush()
 
 

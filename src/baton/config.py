@@ -19,6 +19,7 @@ from baton.engines.echo.options import EchoOptions
 from baton.engines.torch.options import TorchOptions
 from baton.errors import ConfigError
 from baton.runtimes.dynamo.options import RuntimeOptions
+from baton.transfer.options import TransferOptions
 
 PREFIX = "BATON_"
 MAX_SYSTEM_PORT = 32767  # the runtime reads it as a 16-bit signed number
@@ -46,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ""
     name: Annotated[str, _about("name the model is served under; empty is the model's own", _WORK)] = ""
     role: Annotated[
-        Literal["auto", "aggregated", "embed"],
+        Literal["auto", "aggregated", "prefill", "decode", "embed"],
         _about("what a worker does; auto is what its model is for", _WORK),
     ] = "auto"
     accepts: Annotated[
@@ -54,12 +55,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _about("whether the frontend or the worker owns tokenizer and template", _WORK),
     ] = "tokens"
     workers: Annotated[int, Meta(ge=1, le=256), _about("worker processes to start", _SERVE)] = 1
+    prefill: Annotated[
+        int, Meta(ge=0, le=256), _about("prefill workers to start; with --decode, instead of --workers", _SERVE)
+    ] = 0
+    decode: Annotated[
+        int, Meta(ge=0, le=256), _about("decode workers to start; with --prefill, instead of --workers", _SERVE)
+    ] = 0
     host: Annotated[str, _about("address of the OpenAI endpoint", _FRONT)] = "127.0.0.1"
     port: Annotated[Port, _about("port of the OpenAI endpoint", _FRONT)] = 8000
     router: Annotated[
         Literal["round-robin", "random", "kv"],
         _about("how requests are spread over workers; kv sends a prompt where its beginning is cached", _FRONT),
     ] = "round-robin"
+    busy_share: Annotated[
+        float,
+        Meta(ge=0, le=1),
+        _about(
+            "share of a worker's KV in use from which it gets no new requests; 529 if all have it; 0 is never", _FRONT
+        ),
+    ] = 0.0
     migrations: Annotated[
         int,
         Meta(ge=0, le=100),
@@ -103,6 +117,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ""
     profile_dir: Annotated[str, _about("write a cProfile of the worker's event loop here at exit", _WORK)] = ""
     runtime: RuntimeOptions = RuntimeOptions()
+    transfer: TransferOptions = TransferOptions()
     torch: TorchOptions = TorchOptions()
     echo: EchoOptions = EchoOptions()
 
@@ -140,6 +155,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 _SECTION_COMMANDS = {
     "runtime": ("serve", "worker", "frontend"),
+    "transfer": ("serve", "worker"),
     "torch": ("serve", "worker"),
     "echo": ("serve", "worker"),
 }
@@ -166,9 +182,27 @@ def load(flags: Mapping[str, object], variables: Mapping[str, str], file: Path |
         if value is not None:
             _put(tree, by_key[key].path, value)
     try:
-        return msgspec.convert(tree, Settings, strict=False)
+        settings = msgspec.convert(tree, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error))) from None
+    _refuse_contradictions(settings)
+    return settings
+
+
+def _refuse_contradictions(settings: Settings) -> None:
+    """Raise ConfigError for settings that are right one by one and not together."""
+    if bool(settings.prefill) != bool(settings.decode):
+        missing = "--decode" if settings.prefill else "--prefill"
+        raise ConfigError(f"prefill and decode workers need each other: give {missing} too")
+    if settings.prefill and settings.workers != 1:
+        raise ConfigError(
+            "--workers starts workers that do both prefill and decode: drop it, or --prefill and --decode"
+        )
+    if settings.accepts == "text" and (settings.prefill or settings.role in ("prefill", "decode")):
+        raise ConfigError(
+            "prefill and decode workers take tokens only, for the frontend that calls one after the other must know the"
+            " prompt's tokens: drop --accepts text"
+        )
 
 
 def _explain(problem: str) -> str:

@@ -102,7 +102,8 @@ def main(arguments: list[str]) -> int:
 def _tree(error: type[errors.BatonError]) -> Iterator[type[errors.BatonError]]:
     yield error
     for child in error.__subclasses__():
-        yield from _tree(child)
+        if child.__module__ == errors.__name__:  # others are somebody's own and do not leave Baton
+            yield from _tree(child)
 
 
 def _table(struct: type[msgspec.Struct]) -> str:

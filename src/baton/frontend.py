@@ -20,13 +20,14 @@ def run_frontend(settings: Settings) -> int:
 
 
 async def _main(settings: Settings) -> int:
-    stop = stop_on_signals()
+    stop = stop_on_signals(drain_s=settings.drain_s)
     frontend = DynamoFrontend(
         settings.runtime,
         settings.namespace,
         settings.host,
         settings.port,
         settings.router,
+        settings.busy_share,
         settings.migrations,
         settings.drain_s,
         backend_timeout_s=settings.deadline_s + settings.drain_s,

@@ -1,13 +1,20 @@
 """What SIGTERM and SIGINT do: the first asks to stop, the second does not wait for an answer."""
 
 import asyncio
+import faulthandler
 import os
 import signal
 from collections.abc import Callable
 
+STOP_MARGIN_S = 12.0
 
-def stop_on_signals(last_act: Callable[[], None] | None = None) -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; a second one calls `last_act` and ends the process."""
+
+def stop_on_signals(last_act: Callable[[], None] | None = None, drain_s: float | None = None) -> asyncio.Event:
+    """Return an event that the first SIGTERM or SIGINT sets; a second one calls `last_act` and ends the process.
+
+    With `drain_s` a stop is bounded: a process that is still there `STOP_MARGIN_S` after it writes where its threads
+    are, and ends, even if the event loop is blocked or the interpreter waits for a thread of the runtime.
+    """
     stop = asyncio.Event()
 
     def on_signal(number: int) -> None:
@@ -15,6 +22,8 @@ def stop_on_signals(last_act: Callable[[], None] | None = None) -> asyncio.Event
             if last_act is not None:
                 last_act()
             os._exit(128 + number)
+        if drain_s is not None:
+            faulthandler.dump_traceback_later(drain_s + STOP_MARGIN_S, exit=True)
         stop.set()
 
     loop = asyncio.get_running_loop()

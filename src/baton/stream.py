@@ -6,7 +6,16 @@ One writer and one reader, both on the event-loop thread; an engine that compute
 
 import asyncio
 
-from baton.protocol.outputs import Finished, FinishReason, HandoffReady, Logprobs, Output, TokenDelta
+from baton.protocol.outputs import (
+    Finished,
+    FinishReason,
+    HandoffReady,
+    KvComputed,
+    KvWanted,
+    Logprobs,
+    Output,
+    TokenDelta,
+)
 
 
 class OutputStream:
@@ -19,6 +28,7 @@ class OutputStream:
         "_error",
         "_finished",
         "_handoff",
+        "_kv",
         "_logprobs",
         "_loop",
         "_not_before",
@@ -35,6 +45,7 @@ class OutputStream:
         self._logprobs: dict[int, list[Logprobs]] = {}
         self._finished: list[Finished] = []
         self._handoff: HandoffReady | None = None
+        self._kv: KvComputed | KvWanted | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -63,6 +74,21 @@ class OutputStream:
         """Tell that the KV can be claimed."""
         if not self.ended:
             self._handoff = HandoffReady(params)
+            self._wake()
+
+    def computed(self, output: KvComputed) -> None:
+        """Tell that further blocks hold their KV."""
+        if not self.ended:
+            before = self._kv
+            if isinstance(before, KvComputed):
+                output = KvComputed(before.blocks + output.blocks, output.complete, output.cached_tokens)
+            self._kv = output
+            self._wake()
+
+    def want(self, output: KvWanted) -> None:
+        """Tell where KV is to go."""
+        if not self.ended:
+            self._kv = output
             self._wake()
 
     def finish(
@@ -97,7 +123,7 @@ class OutputStream:
         return []
 
     def _may_return(self) -> bool:
-        if self.ended or self._handoff is not None or self._finished:
+        if self.ended or self._handoff is not None or self._kv is not None or self._finished:
             return True
         return bool(self._tokens) and self._loop.time() >= self._not_before
 
@@ -128,6 +154,9 @@ class OutputStream:
         if self._handoff is not None:
             outputs.append(self._handoff)
             self._handoff = None
+        if self._kv is not None:
+            outputs.append(self._kv)
+            self._kv = None
         if self._tokens:
             tokens, self._tokens = self._tokens, {}
             outputs += [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,15 @@ from baton.control.routes import expose_orders
 from baton.errors import BatonError, ConfigError, Draining, EngineDead
 from baton.handlers._call import Desk, Limits
 from baton.handlers._gate import Gate
-from baton.handlers.aggregated import AggregatedHandler
-from baton.handlers.embed import EmbedHandler
-from baton.handlers.text import TextHandler
 from baton.health.canary import Canary, Probe, try_probe
 from baton.health.watchdog import watch
-from baton.models.tokenizer import HubTokenizer, PassageTokenizer
+from baton.kv_peers import kv_path, kv_service, refuse_unlike_peers
 from baton.notify import beat, notify
-from baton.ports.engine import Capabilities, Engine, EngineInfo
-from baton.ports.runtime import Endpoint, ModelCard, Runtime, Service
-from baton.protocol.codec import decode_request, encode_chunk
-from baton.protocol.embeddings import EmbedRequest, TokenLists, decode_embed, encode_embeddings
+from baton.ports.engine import Engine, EngineInfo
+from baton.ports.runtime import Endpoint, Runtime
 from baton.protocol.events import LoadSnapshot
-from baton.protocol.requests import GenerateRequest, StopConditions
-from baton.protocol.text import decode_text, encode_text
 from baton.publish.metrics import WorkerMetrics
+from baton.roles import Duty, Post, announce, path_of, role_of, take_up
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.signals import stop_on_signals
@@ -43,18 +37,8 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 75  # EX_TEMPFAIL: start me again
 LAST_WORDS_S = 5.0
-ONE_TOKEN = GenerateRequest(token_ids=(1,), stop=StopConditions(max_tokens=1, ignore_eos=True))
-ONE_VECTOR = EmbedRequest(model="", source=TokenLists(((1,),)))
-
-
-def role_of(settings: Settings, capabilities: Capabilities) -> str:
-    """Return the role of a worker with such an engine. Raises ConfigError if the engine cannot fill it."""
-    role = settings.role
-    if role == "auto":
-        role = "aggregated" if capabilities.generate else "embed"
-    if not (capabilities.embeddings if role == "embed" else capabilities.generate):
-        raise ConfigError(f"the model {settings.name} on the engine {settings.engine} cannot fill the role {role}")
-    return role
+CANCEL_TRIES = 3
+LISTING_TRIES = 2
 
 
 def run_worker(settings: Settings) -> int:
@@ -65,7 +49,7 @@ def run_worker(settings: Settings) -> int:
 
 
 async def _main(settings: Settings) -> int:
-    stop = stop_on_signals()
+    stop = stop_on_signals(drain_s=settings.drain_s)
     port = settings.system_port or _free_port(settings.system_host)
     refuse_unusable_address(settings.system_host, port, "--system-host", "--system-port")
     runtime = DynamoRuntime(
@@ -110,6 +94,7 @@ class Worker:
         self._limits = Limits(
             deadline_s=settings.deadline_s, abort_s=settings.abort_s, flush_s=settings.flush_ms / 1000
         )
+        self._duty: Duty | None = None
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._metrics.in_flight.set_function(lambda: self.gate.in_flight)
 
@@ -126,9 +111,18 @@ class Worker:
                 on_ready()
                 await self._serve(endpoint, orders, probe, stopping)
         finally:
+            if stop.is_set():  # otherwise the last words are about what went wrong
+                _tell("ending what it serves")
             await self._runtime.shutdown()
+            await self._close_duty()
             await _bounded("the engine did not stop", self._engine.stop(), self._settings.abort_s)
             await _cancel(tasks)
+            await self._close_duty()  # a start that was cut short may have opened it meanwhile
+
+    async def _close_duty(self) -> None:
+        duty, self._duty = self._duty, None
+        if duty is not None:
+            await _bounded("what the role held did not close", duty.close(), LAST_WORDS_S)
 
     async def _start(self) -> tuple[Endpoint, Orders, Probe]:
         """Bring everything up, in time."""
@@ -146,14 +140,21 @@ class Worker:
         """Serve the endpoint, see that the role works, and only then be found."""
         self._runtime.expose_metrics(self._metrics.render)
         self._runtime.expose("live", self._answer_live)
-        service, probe = self._fill_role(info)
-        endpoint = await self._runtime.serve(f"{self._settings.namespace}.worker.generate", service)
-        problem = await try_probe(probe, self._settings.canary_timeout_s)
+        desk = Desk(self.gate, self._limits, self._metrics, self._role, self._fail)
+        side_desk = Desk(Gate(1), self._limits, self._metrics, "canary", self._fail)
+        post = Post(self._settings, self._engine, info, desk, side_desk)
+        duty = self._duty = await take_up(self._role, post)
+        self._metrics.show_transfers(duty.lender.rooms if duty.lender else None, duty.borrower)
+        if duty.shape is not None:
+            await self._runtime.serve(kv_path(self._settings, self._role), kv_service(duty.shape))
+            await refuse_unlike_peers(self._runtime, self._settings, self._role, duty.shape)
+        endpoint = await self._runtime.serve(path_of(self._settings, self._role), duty.service)
+        problem = await try_probe(duty.probe, self._settings.canary_timeout_s)
         if problem is not None:
             raise EngineDead(f"the first probe failed: {problem}")
-        await endpoint.advertise(self._card(info))
+        await endpoint.advertise(announce(self._role, post, duty))
         self._set_healthy(True)
-        return endpoint, self._take_orders(endpoint), probe
+        return endpoint, self._take_orders(endpoint), duty.probe
 
     def _take_orders(self, endpoint: Endpoint) -> Orders:
         presence = Presence(endpoint, self.gate, self._runtime.set_ready, LAST_WORDS_S)
@@ -161,28 +162,6 @@ class Worker:
         if self._settings.takes_orders:
             expose_orders(self._runtime, orders)
         return orders
-
-    def _fill_role(self, info: EngineInfo) -> tuple[Service[Any, Any], Probe]:
-        """Return what serves the role, and a probe: the least that the role does, done as for a client.
-
-        The probe goes through a gate of its own, so that it is never refused.
-        """
-        engine, directory = self._engine, Path(info.model_dir)
-        desk = Desk(self.gate, self._limits, self._metrics, self._role, self._fail)
-        side_desk = Desk(Gate(1), self._limits, self._metrics, "canary", self._fail)
-        if self._role == "embed":
-            encoder = PassageTokenizer(directory)
-            embed = EmbedHandler(engine, info, desk, encoder)
-            embed_probe = EmbedHandler(engine, info, side_desk, encoder)
-            service: Service[Any, Any] = Service(embed.embed, decode_embed, encode_embeddings)
-            return service, lambda: _exhaust(embed_probe.embed(ONE_VECTOR, _ProbeContext()))
-        probe = AggregatedHandler(engine, info, side_desk)
-        if self._settings.accepts == "tokens":
-            service = Service(AggregatedHandler(engine, info, desk).generate, decode_request, encode_chunk)
-        else:
-            text = TextHandler(engine, info, desk, HubTokenizer(directory))
-            service = Service(text.generate, decode_text, encode_text)
-        return service, lambda: _exhaust(probe.generate(ONE_TOKEN, _ProbeContext()))
 
     async def _serve(self, endpoint: Endpoint, orders: Orders, probe: Probe, stopping: asyncio.Task[bool]) -> None:
         """Serve until told to stop or until something fails that a restart must mend, then leave."""
@@ -206,6 +185,7 @@ class Worker:
             probing,
             self._guard("watchdog", watch(self._engine, self._settings.stall_s, lambda: orders.excused)),
             self._guard("readings", self._read_engine(endpoint)),
+            self._guard("listing", self._watch_listing(endpoint, orders.presence)),
         ]
         try:
             await self._first_of(stopping)
@@ -224,15 +204,24 @@ class Worker:
         self.gate.drain()
         orders.close()
         self._set_healthy(False)
+        _tell("leaving discovery")
         await _bounded("could not leave discovery", orders.presence.aclose(), LAST_WORDS_S)
         log.info("draining %d requests for up to %g s", self.gate.in_flight, self._settings.drain_s)
-        idle = asyncio.create_task(self.gate.idle(self._settings.drain_s))
+        _tell(f"draining {self.gate.in_flight} requests")
+        idle = asyncio.create_task(self._idle(self._settings.drain_s))
         await self._first_of(idle)
         await _cancel([idle])
         if self.gate.in_flight:
             error = self._fatal.exception() if self._fatal.done() else None
             self.gate.fire_all(error if isinstance(error, BatonError) else Draining("this worker is shutting down"))
             await self.gate.idle(self._settings.abort_s + 1)
+
+    async def _idle(self, timeout_s: float) -> bool:
+        """Wait until no request runs and nothing is held for other workers."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        idle = await self.gate.idle(timeout_s)
+        return idle and (self._duty is None or await self._duty.drain(max(0.0, deadline - clock())))
 
     async def _first_of(self, task: asyncio.Task[bool]) -> None:
         """Wait for `task`, or for a failure that ends the worker."""
@@ -245,13 +234,20 @@ class Worker:
         task.add_done_callback(self._on_guard_done)
         return task
 
+    async def _watch_listing(self, endpoint: Endpoint, presence: Presence) -> None:
+        """Look whether discovery has what it should have. It forgets who was frozen for too long, and nobody tells."""
+        missed = 0
+        while missed < LISTING_TRIES:
+            await asyncio.sleep(self._settings.canary_s)
+            missed = missed + 1 if presence.listed and not endpoint.is_listed else 0
+        raise EngineDead("discovery has lost this worker; a restart brings it back")
+
     async def _read_engine(self, endpoint: Endpoint) -> None:
         async with aclosing(self._engine.readings()) as readings:
             async for reading in readings:
                 if isinstance(reading, LoadSnapshot):
                     self._metrics.load(reading)
-                else:
-                    endpoint.tell(reading)
+                endpoint.tell(reading)
 
     async def _answer_live(self, _: dict[str, object]) -> dict[str, object]:
         return {"state": self.gate.state.value, "in_flight": self.gate.in_flight}
@@ -269,28 +265,6 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error if isinstance(error, BatonError) else EngineDead(f"{task.get_name()}: {error!r}"))
 
-    def _card(self, info: EngineInfo) -> ModelCard:
-        embeds = self._role == "embed"
-        return ModelCard(
-            name=info.model_name,
-            directory=info.model_dir,
-            # The frontend cannot tokenise for encoders: it asks every model for an end-of-text token.
-            accepts="text" if embeds else self._settings.accepts,
-            surfaces=frozenset({"embeddings"} if embeds else {"chat", "completions"}),
-            context_length=info.context_length,
-            block_size=info.block_size,
-            total_blocks=info.total_blocks,
-            max_running=info.max_running,
-            # A router compares tokens; where the worker makes them, it has none.
-            kv_events=not embeds and self._settings.accepts == "tokens",
-        )
-
-
-async def _exhaust(replies: AsyncGenerator[Any, None]) -> None:
-    async with aclosing(replies):
-        async for _ in replies:
-            pass
-
 
 async def _bounded(complaint: str, work: Coroutine[Any, Any, None], limit_s: float) -> None:
     """Do `work` on the way out: what fails or takes too long is complained of, and left."""
@@ -301,19 +275,21 @@ async def _bounded(complaint: str, work: Coroutine[Any, Any, None], limit_s: flo
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+    """End `tasks`. One that misses a cancellation, as `wait_for` does when its work ends just then, gets another."""
+    left = set(tasks)
+    for _ in range(CANCEL_TRIES):
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=1.0)
+        if not left:
+            return
+    log.warning("did not end when told to: %s", ", ".join(sorted(task.get_name() for task in left)))
 
 
-class _ProbeContext:
-    """The canary is its own client, and does not leave."""
-
-    id = "canary"
-    trace_headers: dict[str, str] = {}
-
-    def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Nothing to call: nobody leaves."""
+def _tell(doing: str) -> None:
+    """Say what a worker that stops is doing, so that who waits for it knows what for."""
+    log.debug("%s", doing)
+    notify(f"STATUS={doing}")
 
 
 def _free_port(host: str) -> int:

@@ -105,11 +105,17 @@ class Process:
 
     def __init__(self, arguments: Iterable[str], output: Path, settings: Mapping[str, str] | None = None) -> None:
         self.output = output
+        self.arguments = tuple(arguments)
         with output.open("ab") as file:
             self.popen = subprocess.Popen(
-                [BATON, *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment(settings)
+                self.command(arguments), stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment(settings)
             )
         self.pid = self.popen.pid
+
+    @staticmethod
+    def command(arguments: Iterable[str]) -> list[str]:
+        """Return the command line for `baton` with these arguments."""
+        return [BATON, *arguments]
 
     def wait(self, within_s: float = STOP_S) -> int:
         """Wait until it has ended; return its exit code."""
@@ -246,7 +252,7 @@ class System:
 
 
 class Serve(System):
-    """A `baton serve`."""
+    """A `baton serve`. With `prefill` and `decode`, its workers are counted in that order."""
 
     def __init__(
         self,
@@ -254,10 +260,13 @@ class Serve(System):
         *arguments: str,
         engine: str = "echo",
         workers: int = 1,
+        prefill: int = 0,
+        decode: int = 0,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(directory, workers, engine)
-        flags = ["--engine", engine, "--workers", str(workers)]
+        super().__init__(directory, prefill + decode or workers, engine)
+        flags = ["--engine", engine]
+        flags += ["--prefill", str(prefill), "--decode", str(decode)] if prefill else ["--workers", str(workers)]
         flags += ["--port", str(self.port), "--system-port", str(self.system_ports[0])]
         self.process = Process(
             ["serve", *flags, "--log-dir", str(directory), *arguments], directory / "serve.log", settings
@@ -341,10 +350,10 @@ class Cluster(System):
         eventually(self.is_ready, START_S, "the model is listed")
         eventually(lambda: self.instances() == self.workers, START_S, "every worker is known")
 
-    def start_worker(self, number: int) -> Process:
-        """Start a worker."""
+    def start_worker(self, number: int, *more: str) -> Process:
+        """Start a worker, with `more` flags of its own."""
         return Process(
-            ["worker", "--system-port", str(self.system_ports[number]), *self._arguments],
+            ["worker", "--system-port", str(self.system_ports[number]), *self._arguments, *more],
             self.directory / f"worker-{number}.log",
             self._settings,
         )

@@ -167,3 +167,15 @@ def test_every_setting_has_one_name_in_every_place_and_a_description() -> None:
 def test_every_default_is_a_legal_value() -> None:
     for option in options():
         load({option.key: option.default}, {}, None)
+
+
+def test_prefill_and_decode_go_together() -> None:
+    assert load({"prefill": 1, "decode": 2}, {}, None).decode == 2
+    assert "--decode" in refusal({"prefill": 1}, {}, None)
+    assert "--prefill" in refusal({}, {"BATON_DECODE": "1"}, None)
+    assert "--workers" in refusal({"prefill": 1, "decode": 1, "workers": 2}, {}, None)
+
+
+@pytest.mark.parametrize("flags", [{"prefill": 1, "decode": 1}, {"role": "prefill"}, {"role": "decode"}])
+def test_prefill_and_decode_take_tokens_only(flags: dict[str, object]) -> None:
+    assert "--accepts text" in refusal({**flags, "accepts": "text"}, {}, None)

@@ -13,7 +13,9 @@ from baton.runtimes.dynamo.errors import from_runtime, to_runtime
 
 
 def tree(cls: type[BatonError] = BatonError) -> list[type[BatonError]]:
-    return [cls, *(error for sub in cls.__subclasses__() for error in tree(sub))]
+    """Return `cls` and what comes from it, without what a module has for itself."""
+    own = [sub for sub in cls.__subclasses__() if sub.__module__ == errors.__name__]
+    return [cls, *(error for sub in own for error in tree(sub))]
 
 
 ALL = tree()

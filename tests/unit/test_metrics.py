@@ -110,6 +110,28 @@ def test_gauges_of_the_worker_are_shown() -> None:
     assert (value(metrics, "baton_healthy"), value(metrics, "baton_in_flight")) == (1, 7)
 
 
+class Rooms:
+    open = {"offered": 2, "claimed": 1}
+    ended = {"done": 7, "failed": 0}
+
+
+class Traffic:
+    bytes_by_way = {"shm": 4096.0}
+    seconds_by_way = {"shm": 0.25}
+
+
+def test_rooms_and_traffic_are_shown_where_the_role_has_them() -> None:
+    prefill, decode = WorkerMetrics("prefill"), WorkerMetrics("decode")
+    prefill.show_transfers(Rooms(), None)
+    decode.show_transfers(None, Traffic())
+    assert value(prefill, "baton_rooms", "offered") == 2
+    assert value(prefill, "baton_rooms_total", "done") == 7
+    assert value(decode, "baton_transfer_bytes_total", "shm") == 4096
+    assert value(decode, "baton_transfer_seconds_total", "shm") == 0.25
+    assert "baton_transfer" not in prefill.render()
+    assert "baton_rooms" not in decode.render()
+
+
 def test_two_workers_in_one_process_do_not_share_counts() -> None:
     first, second = WorkerMetrics("aggregated"), WorkerMetrics("aggregated")
     first.finished(record())

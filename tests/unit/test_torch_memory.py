@@ -1,5 +1,7 @@
 """Arenas: what is given back is really gone, and what was kept comes back as it was."""
 
+import fcntl
+import mmap
 import os
 from pathlib import Path
 
@@ -99,6 +101,57 @@ def test_an_arena_that_is_closed_while_released_forgets_its_file(tmp_path: Path)
     arena.release(keep=True)
     arena.close()
     arena.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_shared_memory_is_seen_through_its_descriptor_and_has_one_length_for_good(tmp_path: Path) -> None:
+    arena = Arena(2 * MEGABYTE, CPU, tmp_path, shared=True)
+    tensor = arena.carve((2 * MEGABYTE,), torch.uint8)
+    assert arena.descriptor is not None
+    with mmap.mmap(arena.descriptor, 2 * MEGABYTE, prot=mmap.PROT_READ) as other:
+        tensor[MEGABYTE:].fill_(9)
+        assert other[MEGABYTE - 1 : MEGABYTE + 1] == b"\0\x09"
+    for length in (MEGABYTE, 3 * MEGABYTE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.descriptor, length)
+    assert fcntl.fcntl(arena.descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(arena.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    arena.close()
+
+
+def test_released_shared_memory_leaves_the_machine_and_comes_back_zeroed_in_the_same_place(tmp_path: Path) -> None:
+    size = 100 * MEGABYTE
+    arena = Arena(size, CPU, tmp_path, shared=True)
+    tensor = arena.carve((size,), torch.uint8)
+    tensor.fill_(1)
+    assert arena.descriptor is not None
+    address, full = tensor.data_ptr(), resident_bytes()
+    assert os.fstat(arena.descriptor).st_blocks * 512 >= size
+    with mmap.mmap(arena.descriptor, size, prot=mmap.PROT_READ) as other:
+        arena.release(keep=False)
+        assert os.fstat(arena.descriptor).st_blocks * 512 < 0.01 * size
+        assert full - resident_bytes() > 0.9 * size
+        arena.resume()
+        assert not tensor.any()
+        tensor[:3].fill_(5)
+        assert tensor.data_ptr() == address
+        assert other[:4] == b"\5\5\5\0"
+    arena.close()
+
+
+def test_a_shared_arena_that_is_closed_keeps_its_tensors_and_no_descriptor(tmp_path: Path) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    arena = Arena(MEGABYTE, CPU, tmp_path, shared=True)
+    tensor = arena.carve((MEGABYTE,), torch.uint8)
+    arena.release(keep=False)
+    arena.resume()
+    assert arena.descriptor is not None, "only the end of the arena ends the sharing"
+    arena.close()
+    arena.close()
+    assert arena.descriptor is None
+    assert not tensor.any()
+    del arena, tensor
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

@@ -6,15 +6,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.block_hash import block_hashes
 from baton.engines.torch.blocks import BlockPool
+from baton.engines.torch.handover import newly_final, to_be_filled
 from baton.engines.torch.plan import SamplingDefaults, make_plan
 from baton.engines.torch.scheduler import Batch, Chunk, Scheduler
 from baton.engines.torch.sequence import Phase, Sequence
 from baton.ports.engine import Work
 from baton.protocol.events import KvCleared, KvRemoved, KvStored
+from baton.protocol.handoff import Bootstrap, Consume, Handoff, Produce
 from baton.protocol.ids import RequestId
+from baton.protocol.outputs import KvComputed, KvWanted
 from baton.protocol.requests import OutputOptions
 
 SIZE = 4
+Content = tuple[tuple[int, ...], ...]
+
+PRODUCE = Produce()
+CONSUME = Consume(source=Bootstrap(host="elsewhere", port=1, room=1))
 
 
 def make_sequence(
@@ -23,6 +30,7 @@ def make_sequence(
     priority: int = 0,
     salt: str | None = None,
     score_prompt: bool = False,
+    handoff: Handoff | None = None,
 ) -> Sequence:
     work = Work(
         request_id=RequestId(f"r{arrival}"),
@@ -31,6 +39,7 @@ def make_sequence(
         priority=priority,
         cache_salt=salt,
         output=OutputOptions(prompt_logprobs=0 if score_prompt else None),
+        handoff=handoff,
     )
     return Sequence(work, 0, make_plan(work, 0, SamplingDefaults(), 100), arrival)
 
@@ -208,8 +217,107 @@ def test_after_a_clear_running_sequences_go_on_and_name_nothing() -> None:
     assert kinds == [KvStored, KvCleared]
 
 
+def produce(scheduler: Scheduler, sequence: Sequence, steps: int) -> list[KvComputed | None]:
+    """Make steps; return what is told of `sequence` after each."""
+    scheduler.add(sequence)
+    told = []
+    for _ in range(steps):
+        run(scheduler, scheduler.schedule())
+        told.append(newly_final(sequence, SIZE))
+    return told
+
+
+def test_blocks_are_told_when_they_are_full_and_the_last_with_the_whole_prompt() -> None:
+    scheduler = make_scheduler(max_running=1, batch_tokens=5)
+    sequence = make_sequence(tuple(range(14)), handoff=PRODUCE)
+    told = produce(scheduler, sequence, 3)
+    numbers = tuple(sequence.blocks)
+    assert told == [KvComputed(numbers[:1]), KvComputed(numbers[1:2]), KvComputed(numbers[2:], complete=True)]
+
+
+def test_a_step_that_fills_no_block_tells_nothing() -> None:
+    scheduler = make_scheduler(max_running=1, batch_tokens=3)
+    told = produce(scheduler, make_sequence(tuple(range(6)), handoff=PRODUCE), 2)
+    assert told[0] is None
+    assert told[1] is not None
+    assert told[1].complete
+
+
+def test_reused_blocks_are_told_with_the_first() -> None:
+    scheduler = make_scheduler(batch_tokens=32)
+    first = make_sequence(tuple(range(9)), 0)
+    scheduler.add(first)
+    run(scheduler, scheduler.schedule())
+    scheduler.end(first)
+    second = make_sequence(tuple(range(9)), 1, handoff=PRODUCE)
+    assert produce(scheduler, second, 1) == [KvComputed(tuple(second.blocks), complete=True, cached_tokens=8)]
+
+
+def test_who_is_read_from_is_not_displaced_and_what_is_lent_does_not_run() -> None:
+    scheduler = make_scheduler(blocks=6, max_running=1, batch_tokens=8)
+    lent, high = make_sequence((1,) * 12, 0, handoff=PRODUCE), make_sequence((2,) * 9, 1, priority=5)
+    assert produce(scheduler, lent, 1) != [None]
+    scheduler.add(high)
+    run(scheduler, scheduler.schedule())
+    assert (lent.phase, high.phase) == (Phase.RUNNING, Phase.WAITING)
+    assert scheduler.retract_all() == []
+    scheduler.lend(lent)
+    assert scheduler.handed_over == 1
+    run(scheduler, scheduler.schedule())
+    assert high.phase is Phase.RUNNING
+    scheduler.end(lent)
+    assert scheduler.pool.used == 3
+
+
+def test_who_receives_has_room_but_no_part_in_a_step_until_all_is_there() -> None:
+    scheduler = make_scheduler(max_running=1)
+    sequence = make_sequence(tuple(range(9)), handoff=CONSUME)
+    scheduler.add(sequence)
+    assert scheduler.schedule() == Batch([], [])
+    assert scheduler.blocked
+    assert scheduler.wanting == [sequence]
+    assert to_be_filled(sequence, SIZE) == KvWanted(0, tuple(sequence.blocks))
+    assert len(sequence.blocks) == 3
+    scheduler.received(sequence)
+    assert scheduler.schedule() == Batch([], [Chunk(sequence, 8, 1)])
+    assert [event.block_hashes for event in scheduler.pool.events] == [tuple(sequence.hashes[:2])]  # type: ignore[union-attr]
+
+
+def test_who_stops_receiving_makes_room_at_once() -> None:
+    scheduler = make_scheduler(max_running=1)
+    receiving, waiting = make_sequence((1,) * 9, 0, handoff=CONSUME), make_sequence((2,) * 9, 1)
+    scheduler.add(receiving)
+    scheduler.add(waiting)
+    scheduler.schedule()
+    assert scheduler.blocked
+    scheduler.lend(receiving)
+    assert not scheduler.blocked
+    assert scheduler.schedule().prefills == [Chunk(waiting, 0, 9)]
+
+
+def test_who_has_received_is_computed_here_after_a_preemption() -> None:
+    scheduler = make_scheduler(reuse=False)
+    sequence = make_sequence(tuple(range(9)), handoff=CONSUME)
+    scheduler.add(sequence)
+    scheduler.schedule()
+    scheduler.received(sequence)
+    scheduler.retract(sequence)
+    assert scheduler.schedule().prefills == [Chunk(sequence, 0, 9)]
+
+
+def test_nobody_waits_for_what_is_here() -> None:
+    scheduler = make_scheduler()
+    for arrival in range(2):
+        sequence = make_sequence(tuple(range(9)), arrival, handoff=CONSUME if arrival else None)
+        scheduler.add(sequence)
+        run(scheduler, scheduler.schedule())
+        assert sequence.generated == 1
+    assert make_sequence((1,) * 9, score_prompt=True, handoff=CONSUME).consumes is False
+    assert Sequence(sequence.work, 1, sequence.plan, 1).consumes is False, "a later choice finds what the first has"
+
+
 class Interleavings(RuleBasedStateMachine):
-    """Submit, step, abort, retract, clear in any order, on a cache so small that everything collides."""
+    """Submit, step, abort, retract, clear, hand over in any order, on a cache so small that everything collides."""
 
     @initialize(blocks=st.integers(9, 14), max_running=st.integers(1, 4), batch_tokens=st.integers(1, 12))
     def begin(self, blocks: int, max_running: int, batch_tokens: int) -> None:
@@ -222,26 +330,36 @@ class Interleavings(RuleBasedStateMachine):
         self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
         self.known: set[int] = set()
         self.arrivals = 0
+        self.wanted: dict[Sequence, KvWanted] = {}
+        self.told: dict[Sequence, dict[int, Content]] = {}
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
         priority=st.integers(0, 2),
         salt=st.sampled_from([None, None, "tenant"]),
         limit=st.integers(1, 12),
+        handoff=st.sampled_from([None, PRODUCE, CONSUME]),
     )
-    def submit(self, prompt: list[int], priority: int, salt: str | None, limit: int) -> None:
-        sequence = make_sequence(tuple(prompt), self.arrivals, priority, salt)
+    def submit(self, prompt: list[int], priority: int, salt: str | None, limit: int, handoff: Handoff | None) -> None:
+        sequence = make_sequence(tuple(prompt), self.arrivals, priority, salt, handoff=handoff)
         self.arrivals += 1
-        self.limits[sequence] = limit
+        self.limits[sequence] = 1 if sequence.produces else limit
         self.open.append(sequence)
         self.scheduler.add(sequence)
 
     @precondition(lambda self: self.open)
     @rule(token=st.integers(0, 1))
     def step(self, token: int) -> None:
+        was_blocked, was_there = self.scheduler.blocked, bool(self.scheduler.running)
         batch = self.scheduler.schedule()
         chunks = [*batch.prefills, *batch.decodes]
-        assert chunks, "there is work, so something is computed"
+        assert not (was_blocked and (chunks or was_there)), "who looked away has missed nothing"
+        self.note_wanted()
+        if not chunks:
+            assert self.scheduler.blocked
+            assert self.scheduler.lent or self.scheduler.receiving, "there is work, so something is computed"
+            return
+        assert not self.scheduler.blocked
         assert sum(chunk.length for chunk in chunks) <= self.budget
         assert len({chunk.sequence for chunk in chunks}) == len(chunks)
         assert all(chunk.length == 1 and chunk.last for chunk in batch.decodes)
@@ -249,9 +367,66 @@ class Interleavings(RuleBasedStateMachine):
             self.write(chunk)
         for chunk in chunks:
             self.read(chunk)
-        for sequence in run(self.scheduler, batch, token):
+        grown = run(self.scheduler, batch, token)
+        for chunk in chunks:
+            if chunk.sequence.produces:
+                self.note_told(chunk.sequence)
+        for sequence in grown:
             if sequence.generated >= self.limits[sequence]:
-                self.finish(sequence)
+                self.leave(sequence)
+
+    def note_wanted(self) -> None:
+        """Others write into the blocks from now on: what is there meanwhile is nobody's KV."""
+        for sequence in self.scheduler.wanting:
+            assert sequence.phase is Phase.RECEIVING
+            assert not sequence.generated
+            wanted = self.wanted[sequence] = to_be_filled(sequence, SIZE)
+            assert wanted.first + len(wanted.blocks) == -(-sequence.prompt_length // SIZE)
+            for block in wanted.blocks:
+                assert self.pool.holders(block) == 1
+                assert self.pool.name(block) is None
+                for place in range(SIZE):
+                    self.cache[block, place] = (-1,)
+        self.scheduler.wanting = []
+
+    def note_told(self, sequence: Sequence) -> None:
+        told = newly_final(sequence, SIZE)
+        if told is not None:
+            before = self.told.setdefault(sequence, {})
+            assert not before.keys() & set(told.blocks), "a block is told once"
+            stop = sequence.prompt_length if told.complete else (len(before) + len(told.blocks)) * SIZE
+            for number, block in enumerate(told.blocks, len(before)):
+                before[block] = tuple(
+                    self.cache[block, position % SIZE]
+                    for position in range(number * SIZE, min(stop, (number + 1) * SIZE))
+                )
+            rows = [row for content in before.values() for row in content]
+            salted = (hash(sequence.work.cache_salt), *sequence.tokens)
+            assert rows == [salted[: position + 2] for position in range(stop)], "what is told is the prompt's KV"
+
+    @precondition(lambda self: self.scheduler.receiving)
+    @rule(which=st.integers(0, 100))
+    def receive(self, which: int) -> None:
+        receiving = sorted(self.scheduler.receiving, key=lambda sequence: sequence.rank)
+        sequence = receiving[which % len(receiving)]
+        wanted = self.wanted.pop(sequence)
+        for position in range(wanted.first * SIZE, sequence.prompt_length):
+            block = wanted.blocks[position // SIZE - wanted.first]
+            self.cache[block, position % SIZE] = (hash(sequence.work.cache_salt), *sequence.tokens[: position + 1])
+        self.scheduler.received(sequence)
+        assert sequence.phase is Phase.RUNNING
+        assert sequence.pending == 1
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 100))
+    def fail(self, which: int) -> None:
+        """What others read or write is left to them."""
+        self.leave(self.open[which % len(self.open)])
+
+    @rule()
+    def retract_all(self) -> None:
+        for sequence in self.scheduler.retract_all():
+            assert sequence not in self.told
 
     def write(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
@@ -274,17 +449,27 @@ class Interleavings(RuleBasedStateMachine):
         self.finish(sequence)
         self.scheduler.end(sequence)
 
-    @precondition(lambda self: self.scheduler.running)
+    @precondition(lambda self: any(not sequence.told for sequence in self.scheduler.running))
     @rule(which=st.integers(0, 100))
     def retract(self, which: int) -> None:
-        self.scheduler.retract(self.scheduler.running[which % len(self.scheduler.running)])
+        unread = [sequence for sequence in self.scheduler.running if not sequence.told]
+        self.scheduler.retract(unread[which % len(unread)])
 
     @rule()
     def clear(self) -> None:
         self.scheduler.clear()
 
+    def leave(self, sequence: Sequence) -> None:
+        """Compute no more of it."""
+        if sequence.told or sequence.phase is Phase.RECEIVING:
+            self.scheduler.lend(sequence)
+        else:
+            self.finish(sequence)
+
     def finish(self, sequence: Sequence) -> None:
         self.open.remove(sequence)
+        self.told.pop(sequence, None)
+        self.wanted.pop(sequence, None)
         self.scheduler.end(sequence)
         assert sequence.blocks == []
 
@@ -298,8 +483,24 @@ class Interleavings(RuleBasedStateMachine):
             assert len(set(sequence.blocks)) == len(sequence.blocks)
             assert (sequence.phase is Phase.RUNNING) == (sequence in self.scheduler.running)
             assert (sequence.phase is Phase.WAITING) == (sequence in self.scheduler.waiting)
-        assert len(self.scheduler.running) <= self.max_running
+            assert (sequence.phase is Phase.RECEIVING) == (sequence in self.scheduler.receiving)
+            assert (sequence.phase is Phase.LENT) == (sequence in self.scheduler.lent)
+        assert len(self.scheduler.running) + len(self.scheduler.receiving) <= self.max_running
         assert self.scheduler.running == sorted(self.scheduler.running, key=lambda sequence: sequence.rank)
+
+    @invariant()
+    def what_others_read_or_write_is_left_alone(self) -> None:
+        for sequence, told in self.told.items():
+            assert sequence.blocks[: len(told)] == list(told)
+            assert sequence.phase in (Phase.RUNNING, Phase.LENT)
+            for block, content in told.items():
+                assert tuple(self.cache[block, place] for place in range(len(content))) == content
+        for sequence, wanted in self.wanted.items():
+            assert tuple(sequence.blocks[wanted.first :]) == wanted.blocks
+            assert sequence.phase in (Phase.RECEIVING, Phase.LENT)
+            assert all(self.cache[block, place] == (-1,) for block in wanted.blocks for place in range(SIZE))
+        handed_over = {*self.told, *self.wanted}
+        assert self.scheduler.handed_over == len(handed_over)
 
     @invariant()
     def events_tell_what_the_pool_holds(self) -> None:
@@ -327,4 +528,4 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestInterleavings.settings = settings(max_examples=500, stateful_step_count=60, deadline=None)

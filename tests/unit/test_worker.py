@@ -25,7 +25,8 @@ from baton.errors import (
     Overloaded,
     PeerLost,
 )
-from baton.ports.engine import Engine, EngineInfo
+from baton.ports.engine import Capabilities, Engine, EngineInfo
+from baton.protocol.control import Outcome
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.runtimes.memory import MemoryClient, MemoryEndpoint, MemoryRuntime
 from baton.testing import Script, ScriptedEngine, eventually, run_bounded
@@ -33,6 +34,7 @@ from baton.worker import Worker
 
 PATH = "baton.worker.generate"
 WELL: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
+PAUSED, CONTINUED = Outcome(message="paused", paused=True), Outcome(message="continued", paused=False)
 
 
 class House:
@@ -386,5 +388,25 @@ def test_an_engine_that_stalls_while_the_worker_drains_is_not_waited_for() -> No
         with pytest.raises(EngineStalled):
             await stuck
         assert isinstance(await ending, EngineStalled)
+
+    run_bounded(body())
+
+
+def test_a_worker_that_discovery_has_lost_ends_and_one_that_is_away_by_order_does_not() -> None:
+    async def body() -> None:
+        can = Capabilities(pause_modes=frozenset({"keep"}))
+        engine = ScriptedEngine(WELL, capabilities=can, control=[PAUSED, CONTINUED])
+        house = House(engine, canary_s=0.05)
+        running = asyncio.create_task(house.run())
+        await house.ready.wait()
+        assert (await house.runtime.routes["control/pause"]({}))["status"] == "ok"
+        assert not house.endpoint.is_listed
+        await asyncio.sleep(0.3)
+        assert (await house.runtime.routes["control/continue"]({}))["status"] == "ok"
+        await asyncio.sleep(0.3)
+        assert not running.done()
+        house.endpoint.listed = False
+        with pytest.raises(EngineDead, match="discovery has lost"):
+            await running
 
     run_bounded(body())

@@ -9,9 +9,10 @@ from typing import Any
 
 from baton.engines.torch.engine import TorchEngine
 from baton.engines.torch.options import TorchOptions
-from baton.ports.engine import Stream, Work
+from baton.ports.engine import EngineInfo, Stream, Work
 from baton.protocol.control import Outcome, Verb
-from baton.protocol.events import KvCleared, Reading
+from baton.protocol.events import KvCleared, LoadSnapshot, Reading
+from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import Finished, TokenDelta
 from baton.protocol.requests import Sampling, StopConditions
@@ -23,8 +24,9 @@ LONG = 400
 class Session:
     """A started engine and what it has told."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: TorchEngine, info: EngineInfo) -> None:
         self.engine = engine
+        self.info = info
         self.readings: list[Reading] = []
         self.listening = asyncio.create_task(self._listen())
         self._numbers = 0
@@ -32,7 +34,9 @@ class Session:
     async def order(self, verb: Verb) -> Outcome:
         return await self.engine.control(verb)
 
-    def start(self, prompt: tuple[int, ...] = PROMPT, tokens: int = 16, **sampling: Any) -> tuple[RequestId, Stream]:
+    def start(
+        self, prompt: tuple[int, ...] = PROMPT, tokens: int = 16, handoff: Handoff | None = None, **sampling: Any
+    ) -> tuple[RequestId, Stream]:
         self._numbers += 1
         work = Work(
             request_id=RequestId(f"r{self._numbers}"),
@@ -40,6 +44,7 @@ class Session:
             max_tokens=tokens,
             stop=StopConditions(ignore_eos=True),
             sampling=Sampling(**(sampling or {"temperature": 0.0})),
+            handoff=handoff,
         )
         return work.request_id, self.engine.submit(work)
 
@@ -51,6 +56,10 @@ class Session:
         _, end = await read(self.start(prompt, 1)[1])
         assert end is not None
         return end.cached_tokens or 0
+
+    def load(self) -> LoadSnapshot | None:
+        """What the engine told last of its load."""
+        return next((reading for reading in reversed(self.readings) if isinstance(reading, LoadSnapshot)), None)
 
     def clears(self) -> int:
         return sum(isinstance(reading, KvCleared) for reading in self.readings)
@@ -76,13 +85,14 @@ async def read(stream: Stream, at_least: int | None = None) -> tuple[list[int], 
 
 
 @asynccontextmanager
-async def session(directory: Path, spill_dir: Path | None = None, **options: Any) -> AsyncIterator[Session]:
+async def session(
+    directory: Path, spill_dir: Path | None = None, lends: bool = False, **options: Any
+) -> AsyncIterator[Session]:
     """Run an engine until the end of the block."""
     settings: dict[str, Any] = {"dtype": "float32", "threads": 1, "blocks": 256, "context": 1024, "max_running": 4}
     spill = str(spill_dir or directory / "spill")
-    engine = TorchEngine(TorchOptions(**{**settings, "spill_dir": spill, **options}), directory, "tiny")
-    await engine.start()
-    here = Session(engine)
+    engine = TorchEngine(TorchOptions(**{**settings, "spill_dir": spill, **options}), directory, "tiny", lends=lends)
+    here = Session(engine, await engine.start())
     try:
         yield here
     finally:

@@ -61,6 +61,7 @@ class ModelType:
     Chat: ModelType
     Completions: ModelType
     Embedding: ModelType
+    Prefill: ModelType
     def __or__(self, other: ModelType) -> ModelType: ...
 
 class WorkerType:
@@ -75,7 +76,7 @@ class RouterMode:
     KV: RouterMode
 
 class RouterConfig:
-    def __init__(self, mode: RouterMode) -> None: ...
+    def __init__(self, mode: RouterMode, *, active_decode_blocks_threshold: float | None = None) -> None: ...
 
 class ModelRuntimeConfig:
     context_length: int | None
@@ -99,6 +100,12 @@ class KvEventPublisher:
     ) -> None: ...
     def publish_removed(self, block_hashes: list[int]) -> None: ...
     def shutdown(self) -> None: ...
+
+class WorkerMetricsPublisher:
+    def create_endpoint(self, endpoint: Endpoint) -> asyncio.Future[None]: ...
+    def publish(
+        self, dp_rank: int | None = None, active_decode_blocks: int | None = None, kv_used_blocks: int | None = None
+    ) -> None: ...
 
 class EngineType:
     Dynamic: EngineType

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from typing import Protocol
 
 from baton.errors import BatonError, EngineFailed
 from baton.handlers._call import Call, Limits
@@ -15,7 +16,22 @@ from baton.protocol.outputs import Chunk, Finished, HandoffReady, Logprobs, Outp
 log = logging.getLogger(__name__)
 
 
-async def relay(engine: Engine, work: Work, call: Call, limits: Limits) -> AsyncGenerator[Chunk, None]:
+class Handover(Protocol):
+    """What a role does about KV that comes from another worker, or goes to one, while its work runs."""
+
+    def begin(self) -> list[Chunk]:
+        """The engine knows the work; return what is to be sent before anything else. May raise, like the engine."""
+
+    def take(self, outputs: list[Output]) -> list[Output]:
+        """See to what is said about KV; return the rest."""
+
+    async def end(self) -> None:
+        """The work is about to be aborted, or has ended: see that nobody fetches anything for it any more."""
+
+
+async def relay(
+    engine: Engine, work: Work, call: Call, limits: Limits, handover: Handover | None = None
+) -> AsyncGenerator[Chunk, None]:
     """Submit `work` and yield its chunks; the last one carries the finish reason and the usage.
 
     Chunks leave as soon as there is something to send, but not more often than every `flush_s`: tokens that come faster
@@ -28,6 +44,8 @@ async def relay(engine: Engine, work: Work, call: Call, limits: Limits) -> Async
     call.lifecycle.advance(State.SUBMITTED)
     try:
         call.scope.on_fire(stream.fail)
+        for chunk in handover.begin() if handover is not None else ():
+            yield chunk
         clock = asyncio.get_running_loop().time
         not_before = 0.0
         while open_choices:
@@ -35,6 +53,8 @@ async def relay(engine: Engine, work: Work, call: Call, limits: Limits) -> Async
             not_before = clock() + limits.flush_s
             if not outputs:
                 raise EngineFailed("the engine ended the stream without a finish reason")
+            if handover is not None and not (outputs := handover.take(outputs)):
+                continue
             if call.first_output_at is None:
                 call.first_output_at = time.perf_counter()
                 call.lifecycle.advance(State.STREAMING)
@@ -42,8 +62,10 @@ async def relay(engine: Engine, work: Work, call: Call, limits: Limits) -> Async
             for chunk in _chunks(outputs, work, call, last=not open_choices):
                 yield chunk
     finally:
+        if handover is not None:
+            await handover.end()
         if open_choices:
-            await _abort(engine, work.request_id, limits.abort_s)
+            await abort(engine, work.request_id, limits.abort_s)
 
 
 def _chunks(outputs: list[Output], work: Work, call: Call, last: bool) -> list[Chunk]:
@@ -87,7 +109,7 @@ def _usage(call: Call) -> Usage:
     return Usage(call.prompt_tokens, call.completion_tokens, call.cached_tokens)
 
 
-async def _abort(engine: Engine, request_id: RequestId, abort_s: float) -> None:
+async def abort(engine: Engine, request_id: RequestId, abort_s: float) -> None:
     """Abort at the engine even if our own task is being cancelled; give up waiting after `abort_s`."""
     task = asyncio.ensure_future(engine.abort(request_id))
     try:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from baton.ports.transfer import KvMemory
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import Reading
 from baton.protocol.handoff import Handoff
@@ -51,7 +52,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a started engine serves, and with how much room."""
+    """What a started engine serves, and with how much room.
+
+    `handoff_host` and `handoff_port` are of an engine that moves KV by itself; `kv` is the memory of one that does not.
+    """
 
     model_name: str
     model_dir: str
@@ -63,6 +67,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int | None = None
     handoff_host: str | None = None
     handoff_port: int | None = None
+    kv: KvMemory | None = None
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,12 +138,21 @@ class Engine(Protocol):
 
         Raises InvalidRequest or Unsupported for work that can never run, and EngineDead. A request that only has to
         wait is accepted and waits inside.
+
+        Work that *produces* KV (without an address of the engine's own) has one choice and one token. It yields
+        KvComputed as its prompt is computed, with `complete` before its end; the blocks stay as they are, and its id in
+        use, until `abort`, however its stream ends. Work that *consumes* KV yields one KvWanted when it has room, or
+        none if it needs nothing; those blocks are the fetcher's until `received` or `abort`.
         """
+
+    def received(self, request_id: RequestId) -> None:
+        """The KV is where KvWanted said; the work goes on. An unknown or aborted id is no error."""
 
     async def abort(self, request_id: RequestId) -> None:
         """Stop a request in any phase. Returns when the engine will no longer touch its memory.
 
-        Idempotent; an unknown or finished id is no error. The stream ends with Cancelled unless it ended before.
+        KV that was lent is free again, and KV that is being fetched must have been given up before. Idempotent; an
+        unknown or finished id is no error. The stream ends with Cancelled unless it ended before.
         """
 
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
@@ -152,7 +166,8 @@ class Engine(Protocol):
         """Do what an operator asks, between two steps; calls are done one after the other.
 
         Raises Unsupported for a verb, a tag or a source that `capabilities` do not list, InvalidRequest when it
-        cannot be done as asked (then nothing has changed), and EngineDead. Cancelling the call does not undo it.
+        cannot be done as asked, or would change KV that others read or write (then nothing has changed), and
+        EngineDead. Cancelling the call does not undo it.
         """
 
     def readings(self) -> AsyncGenerator[Reading, None]:
@@ -162,4 +177,7 @@ class Engine(Protocol):
         """Tell whether the engine moves. Cheap, and answers even when the engine is stuck."""
 
     async def stop(self) -> None:
-        """End every stream with EngineDead and free everything. Idempotent, and valid after a failed start."""
+        """End every stream with EngineDead and free everything. Idempotent, and valid after a failed start.
+
+        From now on nobody may use what `EngineInfo.kv` names.
+        """

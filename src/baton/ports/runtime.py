@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from baton.protocol.events import KvEvent
+from baton.protocol.events import Reading
 
 Wire = dict[str, object]
 Req = TypeVar("Req")
@@ -69,13 +69,17 @@ class Endpoint(Protocol):
     def instance_id(self) -> int:
         """The id that discovery knows this instance by."""
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether discovery has this instance now. It may lose one that showed no life for some seconds."""
+
     async def advertise(self, card: ModelCard) -> None:
         """Announce the model, once; from now on frontends send requests here."""
 
-    def tell(self, event: KvEvent) -> None:
-        """Tell routers which blocks this instance holds, in the order that the engine said so. Never blocks.
+    def tell(self, reading: Reading) -> None:
+        """Tell routers how busy this instance is and which blocks it holds, as the engine said so. Never blocks.
 
-        Valid after `advertise` with a card that has `kv_events`.
+        Valid after `advertise`; which blocks is told only with a card that has `kv_events`.
         """
 
     async def withdraw(self) -> None:

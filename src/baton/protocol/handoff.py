@@ -34,14 +34,30 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     extra: Extra = extra_field()
 
 
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """What it takes to get the KV of one request: where, which room, and the secret that opens it."""
+
+    host: str
+    port: Port
+    room: Room
+    secret: bytes
+
+
 class Produce(msgspec.Struct, frozen=True, kw_only=True, tag="produce"):
-    """This work computes KV that another worker will take."""
+    """This work computes KV that another worker will take.
+
+    An engine that moves KV by itself meets the other one at `bootstrap`. One that does not tells what it has computed,
+    and holds it until the work is aborted.
+    """
 
     bootstrap: Bootstrap | None = None
 
 
 class Consume(msgspec.Struct, frozen=True, kw_only=True, tag="consume"):
-    """This work continues from KV that another worker computed."""
+    """This work continues from KV that another worker computed.
+
+    An engine that does not fetch it by itself says where it wants it, and goes on when it has been `received`.
+    """
 
     source: Bootstrap | PrefillResult
 

@@ -58,7 +58,22 @@ class HandoffReady(msgspec.Struct, frozen=True):
     params: dict[str, object]
 
 
-Output = TokenDelta | HandoffReady | Finished
+class KvComputed(msgspec.Struct, frozen=True):
+    """Further blocks of a prompt hold their KV, in the order of the prompt; `complete` says that these are the last."""
+
+    blocks: tuple[int, ...]
+    complete: bool = False
+    cached_tokens: int = 0
+
+
+class KvWanted(msgspec.Struct, frozen=True):
+    """A prompt has room: the KV from its block number `first` on belongs in these blocks; it has what comes before."""
+
+    first: int
+    blocks: tuple[int, ...]
+
+
+Output = TokenDelta | HandoffReady | KvComputed | KvWanted | Finished
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):

@@ -1,6 +1,8 @@
 """Prometheus metrics of one worker, and its one log line for each request."""
 
 import logging
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -10,6 +12,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from baton.ports.observer import RequestRecord
 from baton.protocol.events import LoadSnapshot
@@ -18,6 +22,30 @@ from baton.protocol.lifecycle import TERMINAL
 log = logging.getLogger("baton.request")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class RoomCounts(Protocol):
+    """The rooms of a prefill worker, counted. Read from any thread."""
+
+    @property
+    def open(self) -> Mapping[str, int]:
+        """How many rooms are open, by state."""
+
+    @property
+    def ended(self) -> Mapping[str, int]:
+        """How many rooms have ended, by how."""
+
+
+class TrafficCounts(Protocol):
+    """The KV that a decode worker has fetched, by the way it came. Read from any thread."""
+
+    @property
+    def bytes_by_way(self) -> Mapping[str, float]:
+        """How much."""
+
+    @property
+    def seconds_by_way(self) -> Mapping[str, float]:
+        """How long it took, over all requests."""
 
 
 class WorkerMetrics:
@@ -86,6 +114,41 @@ class WorkerMetrics:
         self._blocks.labels("used").set(snapshot.used_blocks)
         self._blocks.labels("free").set(snapshot.total_blocks - snapshot.used_blocks)
 
+    def show_transfers(self, rooms: RoomCounts | None, traffic: TrafficCounts | None) -> None:
+        """Show what is handed from one worker to another, where the role has it."""
+        if rooms is not None:
+            self.registry.register(_Rooms(rooms))
+        if traffic is not None:
+            self.registry.register(_Traffic(traffic))
+
     def render(self) -> str:
         """Return everything as Prometheus text."""
         return generate_latest(self.registry).decode()
+
+
+class _Rooms(Collector):
+    def __init__(self, counts: RoomCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        rooms = GaugeMetricFamily("baton_rooms", "Rooms with KV for decode workers, by state", labels=["state"])
+        for state, number in self._counts.open.items():
+            rooms.add_metric([state], number)
+        ended = CounterMetricFamily("baton_rooms", "Rooms that have ended, by how", labels=["end"])
+        for end, number in self._counts.ended.items():
+            ended.add_metric([end], number)
+        yield from (rooms, ended)
+
+
+class _Traffic(Collector):
+    def __init__(self, counts: TrafficCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        size = CounterMetricFamily("baton_transfer_bytes", "KV fetched from prefill workers", labels=["way"])
+        for way, number in dict(self._counts.bytes_by_way).items():
+            size.add_metric([way], number)
+        seconds = CounterMetricFamily("baton_transfer_seconds", "Time that fetching KV took", labels=["way"])
+        for way, number in dict(self._counts.seconds_by_way).items():
+            seconds.add_metric([way], number)
+        yield from (size, seconds)

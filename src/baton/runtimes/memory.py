@@ -10,7 +10,7 @@ from typing import Any
 from baton.errors import BatonError, Cancelled, Draining, EngineFailed, InvalidRequest, PeerLost
 from baton.ports.runtime import Context, ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
-from baton.protocol.events import KvEvent
+from baton.protocol.events import LoadSnapshot, Reading
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class MemoryEndpoint:
         self.service = service
         self.card: ModelCard | None = None
         self.listed = True
-        self.told: list[KvEvent] = []
+        self.told: list[Reading] = []
         self.running: set[asyncio.Task[None]] = set()
 
     @property
@@ -67,13 +67,19 @@ class MemoryEndpoint:
         """See `Endpoint.instance_id`."""
         return self._instance_id
 
+    @property
+    def is_listed(self) -> bool:
+        """See `Endpoint.is_listed`."""
+        return self.listed
+
     async def advertise(self, card: ModelCard) -> None:
         """See `Endpoint.advertise`."""
         self.card = card
 
-    def tell(self, event: KvEvent) -> None:
+    def tell(self, reading: Reading) -> None:
         """See `Endpoint.tell`."""
-        self.told.append(event)
+        if self.card is not None and (self.card.kv_events or isinstance(reading, LoadSnapshot)):
+            self.told.append(reading)
 
     async def withdraw(self) -> None:
         """See `Endpoint.withdraw`."""

@@ -7,7 +7,12 @@ import pytest
 
 # Before the suites are imported, so that a failed assertion shows its values.
 pytest.register_assert_rewrite(
-    "baton.testing.engine_contract", "baton.testing.engine_session", "baton.testing.runtime_contract"
+    "baton.testing.engine_contract",
+    "baton.testing.engine_session",
+    "baton.testing.engine_suite",
+    "baton.testing.handoff_rules",
+    "baton.testing.handoff_session",
+    "baton.testing.runtime_contract",
 )
 
 from baton.testing.bounded import eventually, measure_lag, run_bounded  # noqa: E402

@@ -2,82 +2,25 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import pytest
 
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
-from baton.ports.engine import EmbedWork, Engine, EngineInfo, Stream, Work
+from baton.ports.engine import EmbedWork
 from baton.protocol.control import Continue, Pause
 from baton.protocol.events import KvCleared, KvRemoved, KvStored
 from baton.protocol.ids import RequestId, new_request_id
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
-from baton.protocol.requests import OutputOptions, Sampling, StopConditions
-from baton.testing.bounded import eventually, measure_lag, run_bounded
+from baton.testing.bounded import eventually, measure_lag
 from baton.testing.engine_session import Answer, Session, beyond, read_to_the_end
 from baton.testing.fakes import running
+from baton.testing.handoff_rules import HandoffRules
 
 
-class EngineContract:
-    """Subclass it in a test module, override `make_engine`, and pytest checks the rules of `ports/engine.py`.
-
-    Everything runs in one event loop for each test, and every test has a time limit.
-    """
-
-    limit_s = 30.0
-    """The longest that one test may take, start and stop of the engine included."""
-
-    long_tokens = 3000
-    """So many tokens keep a request busy while a test acts on it. As many requests as the engine runs at once must fit
-    its cache with this length."""
-
-    deterministic = True
-    """Whether the same prompt gives the same tokens at temperature 0, alone and in a batch."""
-
-    lag_limit_s = 2.0
-    """The longest that the engine may keep the event loop from turning. Generous: it tells blocked from slow."""
-
-    def make_engine(self) -> Engine:
-        """Return an engine that has not been started. Let it run few requests at once, so that others wait."""
-        raise NotImplementedError("an engine's contract test overrides make_engine")
-
-    def make_broken_engine(self) -> Engine | None:
-        """Return an engine whose `start` raises ConfigError or EngineDead, or None to leave that rule out."""
-        return None
-
-    def prompt(self, seed: int, length: int) -> tuple[int, ...]:
-        """Return a prompt of `length` tokens; those of one seed begin with one another."""
-        numbers = random.Random(seed)
-        return tuple(numbers.randrange(1, 200) for _ in range(length))
-
-    def impossible(self, info: EngineInfo) -> list[Work]:
-        """Return work that can never run, however long it waits."""
-        too_long = info.total_blocks * info.block_size + 1
-        return [self.work(info, prompt=()), self.work(info, prompt=self.prompt(0, 1) * too_long)]
-
-    def work(
-        self,
-        info: EngineInfo,
-        seed: int = 0,
-        length: int = 24,
-        tokens: int = 8,
-        choices: int = 1,
-        logprobs: int | None = None,
-        prompt: tuple[int, ...] | None = None,
-    ) -> Work:
-        """Return work that makes exactly `tokens` tokens, always the same."""
-        return Work(
-            request_id=new_request_id("contract"),
-            token_ids=self.prompt(seed, length) if prompt is None else prompt,
-            max_tokens=tokens,
-            stop=StopConditions(max_tokens=tokens, ignore_eos=True),
-            sampling=Sampling(n=choices, temperature=0.0),
-            output=OutputOptions(logprobs=logprobs),
-            eos_token_ids=info.eos_token_ids,
-        )
+class EngineContract(HandoffRules):
+    """Subclass it in a test module, override `make_engine`, and pytest checks the rules of `ports/engine.py`."""
 
     # Before and after the engine's life
 
@@ -533,7 +476,7 @@ class EngineContract:
             async with self._session() as session:
                 if mode not in session.engine.capabilities.pause_modes:
                     pytest.skip(f"the engine cannot pause and {mode}")
-                work = self.work(session.info, tokens=60)
+                work = self.work(session.info, tokens=600)  # enough to be at it still when the pause comes
                 alone = await self._tokens_of(session, work) if self.deterministic else None
                 stream = session.engine.submit(msgspec.structs.replace(work, request_id=new_request_id("contract")))
                 await session.engine.control(Pause(mode=mode))
@@ -542,7 +485,7 @@ class EngineContract:
                 assert session.busy() == 2
                 await session.engine.control(Continue())
                 answer = await read_to_the_end(stream)
-                assert len(answer.tokens[0]) == 60
+                assert len(answer.tokens[0]) == 600
                 if alone is not None:
                     assert answer.tokens[0] == alone
                 assert len((await read_to_the_end(late)).tokens[0]) == 8
@@ -571,34 +514,6 @@ class EngineContract:
         self._run(body())
 
     # How it is done
-
-    def _run(self, body: Coroutine[Any, Any, None]) -> None:
-        run_bounded(body, self.limit_s)
-
-    @asynccontextmanager
-    async def _session(self) -> AsyncIterator[Session]:
-        engine = self.make_engine()
-        async with running(engine) as info:
-            session = Session(engine, info)
-            listening = asyncio.create_task(session.listen())
-            await eventually(lambda: session.used_blocks() is not None)
-            yield session
-        await listening
-
-    def _long(self, session: Session, seed: int = 0) -> Work:
-        return self.work(session.info, seed, tokens=self.long_tokens)
-
-    async def _tokens_of(self, session: Session, work: Work) -> list[int]:
-        """Return what `work` gives when it runs alone."""
-        again = self.work(session.info, tokens=work.max_tokens, prompt=work.token_ids)
-        answer = await read_to_the_end(session.engine.submit(again))
-        return answer.tokens[0]
-
-    async def _abort(self, session: Session, work: Work, stream: Stream, choices: int = 1) -> None:
-        await session.engine.abort(work.request_id)
-        for _ in range(2):
-            with pytest.raises(Cancelled):
-                await read_to_the_end(stream, choices)
 
     async def _weather(self, session: Session, numbers: random.Random) -> None:
         """One request of the storm: read to its end, aborted at some time, or aborted after some reads."""

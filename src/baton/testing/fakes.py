@@ -11,7 +11,7 @@ from baton.ports.observer import RequestRecord
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
-from baton.protocol.outputs import Finished, HandoffReady, Output, TokenDelta
+from baton.protocol.outputs import Finished, HandoffReady, KvComputed, KvWanted, Output, TokenDelta
 from baton.stream import OutputStream
 
 Step = Output | BatonError | asyncio.Event | float
@@ -43,7 +43,7 @@ class ScriptedEngine:
 
     A step of a script is an output to write, an error that ends the stream, an event to wait for, or a pause in
     seconds. A script that ends without a Finished leaves its request running. An error in place of a script is raised
-    by `submit`. What was submitted, aborted and ordered is kept in order.
+    by `submit`. What was submitted, received, aborted and ordered is kept in order.
 
     `control_script` is for all verbs together: each takes steps from it up to an outcome or an error.
     """
@@ -60,6 +60,7 @@ class ScriptedEngine:
         self.scripts = list(scripts) or [()]
         self.submitted: list[Work] = []
         self.aborted: list[RequestId] = []
+        self.received_ids: list[RequestId] = []
         self.verbs: list[Verb] = []
         self.control_script = list(control)
         self.readings_to_give: list[Reading] = []
@@ -99,6 +100,10 @@ class ScriptedEngine:
         self.aborted.append(request_id)
         await asyncio.sleep(self._abort_takes_s)
         self._end(request_id, Cancelled("aborted"))
+
+    def received(self, request_id: RequestId) -> None:
+        """See `Engine.received`."""
+        self.received_ids.append(request_id)
 
     async def readings(self) -> AsyncGenerator[Reading, None]:
         """See `Engine.readings`."""
@@ -145,6 +150,10 @@ class ScriptedEngine:
                     stream.finish(step.reason, step.index, step.stop_reason, step.cached_tokens)
                 case HandoffReady():
                     stream.hand_off(step.params)
+                case KvComputed():
+                    stream.computed(step)
+                case KvWanted():
+                    stream.want(step)
                 case BatonError():
                     stream.fail(step)
                 case asyncio.Event():

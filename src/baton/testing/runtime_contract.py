@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from baton.engines.echo.engine import MODEL_DIR
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -29,8 +30,9 @@ from baton.errors import (
     ReaderStalled,
     Unsupported,
 )
-from baton.ports.runtime import Client, Context, Endpoint, Runtime, Service, Wire
+from baton.ports.runtime import Client, Context, Endpoint, ModelCard, Runtime, Service, Wire
 from baton.protocol.codec import DecodeError
+from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot
 from baton.testing.bounded import eventually, measure_lag, run_bounded
 
 Handle = Callable[[Wire, Context], AsyncGenerator[Wire, None]]
@@ -41,6 +43,15 @@ FINAL = (Cancelled, DeadlineExceeded, ReaderStalled, EngineFailed)
 HARMLESS = (*INVALID, *FINAL, Overloaded, Paused, PeerLost)
 
 PATH = "contract.component.endpoint"
+CARD = ModelCard(
+    name="contract",
+    directory=str(MODEL_DIR),
+    context_length=1024,
+    block_size=16,
+    total_blocks=1000,
+    max_running=8,
+    kv_events=True,
+)
 
 
 class Served:
@@ -454,6 +465,17 @@ class RuntimeContract:
 
         self._run(body())
 
+    def test_an_endpoint_knows_whether_it_is_listed(self) -> None:
+        async def body() -> None:
+            async with self._served(Ticker().handle) as served:
+                assert served.endpoint.is_listed
+                await served.endpoint.withdraw()
+                await eventually(lambda: not served.endpoint.is_listed)
+                await served.endpoint.restore()
+                await eventually(lambda: served.endpoint.is_listed)
+
+        self._run(body())
+
     def test_a_call_that_runs_goes_on_after_withdraw(self) -> None:
         async def body() -> None:
             ticker = Ticker()
@@ -489,6 +511,25 @@ class RuntimeContract:
         self._run(body())
 
     # The end
+
+    def test_readings_can_be_told_once_the_model_is_announced(self) -> None:
+        async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+            yield {}
+
+        async def body() -> None:
+            async with self._served(handle) as served:
+                await served.endpoint.advertise(CARD)
+                measuring = asyncio.create_task(measure_lag())
+                for number in range(1000):
+                    served.endpoint.tell(LoadSnapshot(number, 0, number, 1000))
+                    served.endpoint.tell(KvStored((number,), tuple(range(16)), 16))
+                    served.endpoint.tell(KvRemoved((number,)))
+                served.endpoint.tell(KvCleared())
+                await served.call()
+                measuring.cancel()
+                assert await measuring < self.lag_limit_s
+
+        self._run(body())
 
     def test_shutdown_cancels_handlers_that_run_and_their_calls_fail(self) -> None:
         async def body() -> None:

@@ -39,6 +39,14 @@ class Process:
         self.ready.clear()
         self.status = ""
         environment = {**os.environ, **self._variables, "WATCHDOG_USEC": str(int(watchdog_s * 1e6))}
+        starting = asyncio.ensure_future(self._spawn(environment))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait([starting])  # there may be a process by now: it must be known, so that it can be ended
+            raise
+
+    async def _spawn(self, environment: dict[str, str]) -> None:
         output = self._log.open("ab") if self._log is not None else None
         try:
             self._popen = await asyncio.create_subprocess_exec(

@@ -15,6 +15,7 @@ from baton.config import Settings, to_environment
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.signals import stop_on_signals
+from baton.topology.layout import lay_out
 from baton.topology.process import Process
 from baton.topology.ready import wait_for_model
 
@@ -24,6 +25,7 @@ EXIT_CONFIG = 2
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 15.0
 STOP_MARGIN_S = 15.0
+FRONTEND_STOP_S = 10.0
 
 
 Announce = Callable[[str, Settings], None]
@@ -87,10 +89,8 @@ class Supervisor:
             return Process(name, command, {**base, **extra}, run_dir, path)
 
         self._frontend = process("frontend", "frontend", {})
-        self._workers = [
-            process(f"worker-{number}", "worker", {**self._port_of(number), **self._share_of_cores()})
-            for number in range(settings.workers)
-        ]
+        cores = len(os.sched_getaffinity(0))
+        self._workers = [process(place.name, "worker", place.variables) for place in lay_out(settings, cores)]
 
     async def start(self, stop: asyncio.Event) -> str | None:
         """Start everything; return the model's name when it is served, or None if told to stop before.
@@ -122,9 +122,13 @@ class Supervisor:
             await asyncio.wait(keepers)
 
     async def stop(self) -> None:
-        """Drain the workers, then end the frontend; what does not end in time is killed."""
-        for group in (self._workers, [self._frontend]):
-            await asyncio.gather(*(self._end(process) for process in group))
+        """Drain the workers, then end the frontend; what does not end in time is killed.
+
+        When the workers have gone, every stream has ended: the frontend has only to let clients read the rest.
+        """
+        limit_s = self._settings.drain_s + STOP_MARGIN_S
+        await asyncio.gather(*(self._end(process, limit_s) for process in self._workers))
+        await self._end(self._frontend, min(limit_s, FRONTEND_STOP_S))
         for process in (self._frontend, *self._workers):
             process.close()
 
@@ -180,24 +184,13 @@ class Supervisor:
         finally:
             ended.cancel()
 
-    async def _end(self, process: Process) -> None:
+    async def _end(self, process: Process, limit_s: float) -> None:
         if process.pid is None:
             return
         process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), self._settings.drain_s + STOP_MARGIN_S)
+            await asyncio.wait_for(process.wait(), limit_s)
         except TimeoutError:
-            log.error("%s did not end in time; killing it", process.name)
+            log.error("%s did not end within %g s (%s); killing it", process.name, limit_s, process.last_words())
             process.send_signal(signal.SIGKILL)
             await process.wait()
-
-    def _port_of(self, number: int) -> dict[str, str]:
-        base = self._settings.system_port
-        return {"BATON_SYSTEM_PORT": str(base + number)} if base else {}
-
-    def _share_of_cores(self) -> dict[str, str]:
-        """Workers that share a machine share its cores: more threads than cores wait for each other."""
-        workers = self._settings.workers
-        if self._settings.torch.threads or workers == 1:
-            return {}
-        return {"BATON_TORCH_THREADS": str(max(1, len(os.sched_getaffinity(0)) // workers))}

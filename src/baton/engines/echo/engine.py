@@ -177,6 +177,9 @@ class EchoEngine:
             self._remove(running)
             running.stream.fail(Cancelled("aborted"))
 
+    def received(self, request_id: RequestId) -> None:
+        """See `Engine.received`: nothing was asked for."""
+
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
         """See `Engine.embed`."""
         raise Unsupported("the echo engine does not embed")

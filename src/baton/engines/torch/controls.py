@@ -129,13 +129,15 @@ class Controls:
 
     def _release(self, arenas: dict[str, Arena]) -> Outcome:
         changed = {tag: arena for tag, arena in arenas.items() if not arena.released}
+        if KV_CACHE in changed:
+            self._refuse_during_hand_over()
         if WEIGHTS in changed:  # before the cache: only this can fail
             try:
                 changed[WEIGHTS].release(keep=True)
             except OSError as error:
                 raise EngineFailed(f"the weights cannot be kept on disk: {error}") from error
         if KV_CACHE in changed:
-            self._retract_all()
+            self._core.scheduler.retract_all()
             self._core.scheduler.clear()
             changed[KV_CACHE].release(keep=False)
         return self._memory_outcome("released", changed)
@@ -158,12 +160,14 @@ class Controls:
     def _pause(self, mode: str) -> Outcome:
         core, before = self._core, "paused already; " if self._held else "paused; "
         self._held = True
-        affected = len(core.requests) if mode == "abort" else core.running
+        affected = core.running
         if mode == "abort":
-            for request_id in core.requests:
+            requests = core.requests
+            affected = len(requests)
+            for request_id in requests:
                 core.fail(request_id, Paused("the engine has been paused"))
-        elif mode == "retract":
-            self._retract_all()
+        elif mode == "retract":  # what others read stays where it is
+            affected = len({sequence.work.request_id for sequence in core.scheduler.retract_all()})
         done = {"abort": "ended", "retract": "sent back to the queue", "keep": "kept in place"}[mode]
         message = f"{before}{affected} requests {done}"
         return Outcome(message=message, requests=affected, paused=True, released=self._released())
@@ -176,9 +180,13 @@ class Controls:
             message += f"; requests wait for {' and '.join(released)}"
         return Outcome(message=message, paused=False, released=released)
 
-    def _retract_all(self) -> None:
-        for sequence in tuple(self._core.scheduler.running):
-            self._core.scheduler.retract(sequence)
+    def _refuse_during_hand_over(self) -> None:
+        """Nobody may take away or change what other workers read, or write where they do. Raises InvalidRequest."""
+        if count := self._core.scheduler.handed_over:
+            raise InvalidRequest(
+                f"{count} requests are being handed over to or from other workers; ask again when that is done, which a"
+                " pause with mode abort hastens"
+            )
 
     def _gather(self, source: WeightSource) -> Put:
         runner = self._core.runner
@@ -190,9 +198,10 @@ class Controls:
             self._leave_if_of_no_use()
 
     def _update(self, put: Put, version: str) -> Outcome:
+        self._refuse_during_hand_over()
         count = put()
         # Keys and values of the old weights are worth nothing now.
-        self._retract_all()
+        self._core.scheduler.retract_all()
         self._core.scheduler.clear()
         return Outcome(message=f"{count} tensors updated", weight_version=version)
 

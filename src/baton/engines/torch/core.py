@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.controls import Controls
+from baton.engines.torch.handover import newly_final, to_be_filled
 from baton.engines.torch.options import TorchOptions
 from baton.engines.torch.plan import finish_of
 from baton.engines.torch.runner import Runner
@@ -16,7 +17,7 @@ from baton.errors import BatonError, EngineDead, EngineFailed
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import KvEvent, LoadSnapshot
 from baton.protocol.ids import RequestId
-from baton.protocol.outputs import Finished, FinishReason, Logprobs
+from baton.protocol.outputs import Finished, FinishReason, KvComputed, KvWanted, Logprobs
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,17 @@ class Failed(NamedTuple):
     error: BatonError
 
 
+class HandedOver(NamedTuple):
+    """Blocks of a request that others may read, or are to write."""
+
+    request_id: RequestId
+    blocks: KvComputed | KvWanted
+
+
 class News(NamedTuple):
     """What the event loop must know."""
 
+    handed_over: list[HandedOver]
     made: list[Made]
     failed: list[Failed]
     events: list[KvEvent]
@@ -59,6 +68,7 @@ class Core:
         self.steps = 0
         self.running = 0
         self._controls = Controls(self)
+        self._handed_over: list[HandedOver] = []
         self._made: list[Made] = []
         self._failed: list[Failed] = []
         self._told: LoadSnapshot | None = None
@@ -68,17 +78,23 @@ class Core:
     @property
     def busy(self) -> bool:
         """Whether there is a step to make."""
-        return not self._controls.paused and bool(self.scheduler.running or self.scheduler.waiting)
+        scheduler = self.scheduler
+        return bool(scheduler.running or scheduler.waiting) and not (scheduler.blocked or self._controls.paused)
 
     @property
     def requests(self) -> tuple[RequestId, ...]:
-        """Every request that has not ended."""
-        return tuple(self._requests)
+        """Every request that has not ended; one that is only lent has."""
+        return tuple(name for name, choices in self._requests.items() if choices[0].phase is not Phase.LENT)
 
     def add(self, choices: list[Sequence]) -> None:
         """Take a request in. Its other choices follow when the first has computed the prompt that they share."""
         self._requests[choices[0].work.request_id] = choices
         self.scheduler.add(choices[0])
+
+    def received(self, request_id: RequestId) -> None:
+        """Go on with a request whose KV has come; nothing, if it does not wait for any."""
+        if choices := self._requests.get(request_id):
+            self.scheduler.received(choices[0])
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request and free all it holds; return whether it was there."""
@@ -91,6 +107,9 @@ class Core:
         """Compute one batch. A failure ends the requests in it and no others; failing again and again is fatal."""
         batch = self.scheduler.schedule()
         self.steps += 1
+        self._tell_wanted()
+        if self.scheduler.blocked:
+            return
         try:
             sampled = self.runner.run(batch)
         except Exception as error:
@@ -104,6 +123,8 @@ class Core:
         for chunk in (*batch.prefills, *batch.decodes):
             self.scheduler.computed(chunk)
             self._start_siblings(chunk)
+            if chunk.sequence.produces:
+                self._tell_computed(chunk.sequence)
         for sequence, result in sampled:
             if isinstance(result, BatonError):
                 self.fail(sequence.work.request_id, result)
@@ -112,7 +133,7 @@ class Core:
         self._controls.after_step()
 
     def tick(self) -> None:
-        """See `Stepper.tick`: a paused engine is not stuck."""
+        """See `Stepper.tick`: an engine that is paused or waits for KV is not stuck."""
         self.steps += 1
 
     def close(self) -> None:
@@ -124,24 +145,48 @@ class Core:
         return self._controls.prepare(verb)
 
     def fail(self, request_id: RequestId, error: BatonError) -> None:
-        """End a request with an error."""
-        if self.abort(request_id):
-            self._failed.append(Failed(request_id, error))
+        """End a request with an error. What others read or write stays as it is until it is aborted."""
+        if request_id not in self._requests:
+            return
+        first, *siblings = self._requests[request_id]
+        if first.phase is Phase.LENT:
+            return
+        if first.told or first.phase is Phase.RECEIVING:
+            self.scheduler.lend(first)
+            for sibling in siblings:
+                self.scheduler.end(sibling)
+        else:
+            self.abort(request_id)
+        self._failed.append(Failed(request_id, error))
 
     def load(self) -> LoadSnapshot:
         """Tell how busy the engine is now."""
         pool = self.scheduler.pool
-        return LoadSnapshot(self.running, len(self._requests) - self.running, pool.used, pool.total)
+        waiting = len(self._requests) - len(self.scheduler.lent) - self.running
+        return LoadSnapshot(self.running, waiting, pool.used, pool.total)
 
     def take_news(self) -> News | None:
         """See `Stepper.take_news`."""
         self.running = len({sequence.work.request_id for sequence in self.scheduler.running})
         load, pool = self.load(), self.scheduler.pool
-        if not (self._made or self._failed or pool.events) and load == self._told:
+        if not (self._made or self._handed_over or self._failed or pool.events) and load == self._told:
             return None
-        news = News(self._made, self._failed, pool.events, load)
-        self._made, self._failed, pool.events, self._told = [], [], [], load
+        news = News(self._handed_over, self._made, self._failed, pool.events, load)
+        self._handed_over, self._made, self._failed, pool.events, self._told = [], [], [], [], load
         return news
+
+    def _tell_wanted(self) -> None:
+        if self.scheduler.wanting:
+            size = self.scheduler.pool.size
+            for sequence in self.scheduler.wanting:
+                self._handed_over.append(HandedOver(sequence.work.request_id, to_be_filled(sequence, size)))
+            self.scheduler.wanting = []
+
+    def _tell_computed(self, sequence: Sequence) -> None:
+        computed = newly_final(sequence, self.scheduler.pool.size)
+        if computed is not None:
+            self.runner.settle()
+            self._handed_over.append(HandedOver(sequence.work.request_id, computed))
 
     def _start_siblings(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
@@ -158,7 +203,10 @@ class Core:
         request_id = sequence.work.request_id
         finished = None
         if end is not None:
-            self.scheduler.end(sequence)
+            if sequence.told:
+                self.scheduler.lend(sequence)
+            else:
+                self.scheduler.end(sequence)
             finished = self._finished(sequence, *end)
         self._made.append(Made(request_id, sequence.index, sampled.token, sampled.logprobs, finished))
 

@@ -77,6 +77,9 @@ class TorchEmbedder:
     async def abort(self, request_id: RequestId) -> None:
         """See `Engine.abort`. Nothing is ever submitted; `embed` is cancelled instead."""
 
+    def received(self, request_id: RequestId) -> None:
+        """See `Engine.received`: nothing was asked for."""
+
     async def embed(self, work: EmbedWork) -> Vectors:
         """See `Engine.embed`."""
         if self._dead is not None:

@@ -17,10 +17,12 @@ from baton.engines.torch.thread import EngineThread, aside
 from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
 from baton.models.directory import read_config
 from baton.models.terminal import ProgressLine
-from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, HandoffStyle, Progress, Work
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
+from baton.protocol.handoff import Consume, Handoff, Produce
 from baton.protocol.ids import RequestId
+from baton.protocol.outputs import KvWanted
 from baton.stream import OutputStream
 
 if TYPE_CHECKING:
@@ -30,9 +32,14 @@ LOAD_INTERVAL_S = 0.25
 
 
 class TorchEngine:
-    """An Engine (see `ports/engine.py`) for the model in `directory`."""
+    """An Engine (see `ports/engine.py`) for the model in `directory`.
 
-    def __init__(self, options: TorchOptions, directory: Path, name: str) -> None:
+    It moves no KV by itself: it says where KV is, or is to go. With `lends` other processes of this machine may be
+    given its cache to read.
+    """
+
+    def __init__(self, options: TorchOptions, directory: Path, name: str, lends: bool = False) -> None:
+        self._lends = lends
         self._options = options
         self._directory = directory
         self._name = name
@@ -44,6 +51,8 @@ class TorchEngine:
         self._defaults = SamplingDefaults()
         self._vocabulary = 0
         self._open: dict[RequestId, OutputStream] = {}
+        # Requests that may have blocks after their stream has ended: what was produced is there until it is aborted.
+        self._handoffs: dict[RequestId, Handoff] = {}
         self._compiling: set[RequestId] = set()
         self._arrivals = itertools.count()
         self._controlling = False
@@ -56,6 +65,7 @@ class TorchEngine:
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
         return Capabilities(
+            handoff=HandoffStyle.EARLY,
             max_logprobs=20,
             prompt_logprobs=True,
             max_choices=128,
@@ -86,6 +96,7 @@ class TorchEngine:
             total_blocks=core.runner.blocks,
             max_running=self._options.max_running,
             eos_token_ids=tuple(eos),
+            kv=core.runner.kv_memory,
         )
         return self._info
 
@@ -107,12 +118,19 @@ class TorchEngine:
             compiling = self._guides.compile(guided)
             compiling.add_done_callback(lambda done: self._thread.post(self._add_guided, choices, done))
         self._open[work.request_id] = stream
+        if work.handoff is not None:
+            self._handoffs[work.request_id] = work.handoff
         return stream
+
+    def received(self, request_id: RequestId) -> None:
+        """See `Engine.received`."""
+        if request_id in self._handoffs:
+            self._thread.tell(lambda core: core.received(request_id))
 
     async def abort(self, request_id: RequestId) -> None:
         """See `Engine.abort`."""
         stream = self._open.get(request_id)
-        if stream is None:
+        if stream is None and request_id not in self._handoffs:
             return
         self._compiling.discard(request_id)
         try:
@@ -120,7 +138,9 @@ class TorchEngine:
         except EngineDead:
             return  # what it held is gone with the engine, and its stream has ended
         self._open.pop(request_id, None)
-        stream.fail(Cancelled("aborted"))
+        self._handoffs.pop(request_id, None)
+        if stream is not None:
+            stream.fail(Cancelled("aborted"))
 
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
         """See `Engine.embed`."""
@@ -177,7 +197,7 @@ class TorchEngine:
 
         torch.set_grad_enabled(False)
         with ProgressLine(f"loading {self._name}") as line:
-            return Core(Runner(self._options, self._directory, line.report), self._options)
+            return Core(Runner(self._options, self._directory, line.report, lends=self._lends), self._options)
 
     def _alive(self) -> EngineInfo:
         if self._dead is not None or self._info is None:
@@ -188,7 +208,7 @@ class TorchEngine:
         prompt = work.token_ids
         if not prompt:
             raise InvalidRequest("token_ids: the prompt is empty")
-        if work.request_id in self._open:
+        if work.request_id in self._open or work.request_id in self._handoffs:
             raise InvalidRequest(f"request id {work.request_id} is in use")
         if not 0 <= min(prompt) <= (highest := max(prompt)) < self._vocabulary:
             raise InvalidRequest(f"token_ids: {highest} is not a token of this model; it has {self._vocabulary}")
@@ -198,6 +218,8 @@ class TorchEngine:
         blocks = -(-total // info.block_size)
         if blocks > info.total_blocks:
             raise InvalidRequest(f"the request needs {blocks} KV blocks; this engine has {info.total_blocks}")
+        if isinstance(work.handoff, Produce):
+            _refuse_more_than_a_prompt(work)
 
     def _add_guided(self, choices: list[Sequence], compiled: "Future[Callable[[], Guide]]") -> None:
         """The grammar is ready, or wrong; meanwhile the request may have gone."""
@@ -215,6 +237,12 @@ class TorchEngine:
 
     def _deliver(self, news: "News") -> None:
         """Hand on what one step, or a few commands, have made."""
+        for request_id, blocks in news.handed_over:
+            if (stream := self._open.get(request_id)) is not None:
+                if isinstance(blocks, KvWanted):
+                    stream.want(blocks)
+                else:
+                    stream.computed(blocks)
         for made in news.made:
             stream = self._open.get(made.request_id)
             if stream is None:
@@ -224,6 +252,8 @@ class TorchEngine:
                 stream.finish(end.reason, end.index, end.stop_reason, end.cached_tokens, end.prompt_logprobs)
                 if stream.ended:
                     del self._open[made.request_id]
+                    if isinstance(self._handoffs.get(made.request_id), Consume):
+                        del self._handoffs[made.request_id]
         for request_id, error in news.failed:
             if (stream := self._open.pop(request_id, None)) is not None:
                 stream.fail(error)
@@ -241,7 +271,16 @@ class TorchEngine:
         """End every stream; the first reason stays."""
         self._dead = self._dead or error
         streams, self._open = self._open, {}
+        self._handoffs.clear()
         self._compiling.clear()
         for stream in streams.values():
             stream.fail(self._dead)
         self._news.set()
+
+
+def _refuse_more_than_a_prompt(work: Work) -> None:
+    """What is lent must not change, so nothing is computed after it. Raises InvalidRequest."""
+    if (work.sampling.n or 1) > 1:
+        raise InvalidRequest(f"n: KV is computed for one choice, not {work.sampling.n}")
+    if work.max_tokens > 1:
+        raise InvalidRequest(f"max_tokens: work that computes KV for others makes one token, not {work.max_tokens}")

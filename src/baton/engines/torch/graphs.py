@@ -63,7 +63,8 @@ class DecodeGraphs:
             self._step(inputs)
         torch.cuda.current_stream(self._device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Of this thread alone: others may copy KV meanwhile, on streams of their own.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(inputs)
         self._pool = self._pool or graph.pool()
         self._graphs[rows, blocks] = captured = _Graph(inputs, logits, graph)

@@ -4,6 +4,7 @@ The views stay valid objects all along; while their arena is released they must 
 memory may lie elsewhere, so raw pointers must be taken anew.
 """
 
+import fcntl
 import math
 import mmap
 import os
@@ -24,16 +25,24 @@ class Arena:
 
     On a CPU it is a mapping of its own, whose pages go back to the machine while its addresses stay; on other devices
     torch's storage is shrunk to nothing. `dense` memory is read from end to end, and asks a CPU for large pages.
+    `shared` memory of a CPU is a mapping of a file without a name: whoever is given its `descriptor` can map it too.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, spill_dir: Path, dense: bool = False) -> None:
+    def __init__(
+        self, nbytes: int, device: torch.device, spill_dir: Path, dense: bool = False, shared: bool = False
+    ) -> None:
         self.nbytes = nbytes
         self.released = False
+        self.descriptor: int | None = None
         self._spill_dir = spill_dir
         self._kept: FileIO | None = None
         self._pages: mmap.mmap | None = None
         if device.type == "cpu":
-            self._pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if shared:
+                self.descriptor = _nameless_file(max(nbytes, 1))
+                self._pages = mmap.mmap(self.descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED)
+            else:
+                self._pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if dense and hasattr(mmap, "MADV_HUGEPAGE"):
                 self._pages.madvise(mmap.MADV_HUGEPAGE)
             self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes)
@@ -77,10 +86,16 @@ class Arena:
             self._drop()
             raise
         self.released = False
-        self.close()
+        self._forget()
 
     def close(self) -> None:
-        """Forget what was kept."""
+        """Forget what was kept, and share no more. The tensors stay valid. Idempotent."""
+        self._forget()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def _forget(self) -> None:
         if self._kept is not None:
             self._kept.close()
             self._kept = None
@@ -91,7 +106,8 @@ class Arena:
 
     def _drop(self) -> None:
         if self._pages is not None:
-            self._pages.madvise(mmap.MADV_DONTNEED)  # read again, such pages are zero
+            # Read again, such pages are zero. Those of a file would stay in it, were they only not needed here.
+            self._pages.madvise(mmap.MADV_DONTNEED if self.descriptor is None else mmap.MADV_REMOVE)
             return
         self._bytes.untyped_storage().resize_(0)
         if self._bytes.device.type == "cuda":
@@ -124,6 +140,18 @@ class Arena:
                 view = view[count:]
             if host is not part:
                 part.copy_(host)
+
+
+def _nameless_file(nbytes: int) -> int:
+    """Return a file in memory, of a length that nobody can change: a reader of it never reads past its end."""
+    descriptor = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def arena_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engines.torch.graphs import DecodeGraphs
+from baton.engines.torch.kv_memory import describe_kv
 from baton.engines.torch.loader import Report, load_weights
 from baton.engines.torch.memory import Arena, arena_bytes, available_bytes, usable_cores
 from baton.engines.torch.models.config import LlamaConfig, read_llama_config
@@ -44,10 +45,16 @@ class Runner:
     """One loaded model with its cache. Used from one thread.
 
     `torch_prompts` says that torch computes prompts even where there is a compiled step; None leaves it to the CPU.
+    With `lends` other processes may be given the cache to read.
     """
 
     def __init__(
-        self, options: TorchOptions, directory: Path, report: Report, torch_prompts: bool | None = None
+        self,
+        options: TorchOptions,
+        directory: Path,
+        report: Report,
+        torch_prompts: bool | None = None,
+        lends: bool = False,
     ) -> None:
         spill_dir = Path(options.spill_dir).expanduser()
         self.config = read_llama_config(directory)
@@ -63,8 +70,11 @@ class Runner:
         self.blocks = options.blocks or self._affordable_blocks(options)
         room = self.blocks + (self.device.type == "cuda")  # one block more, for the padding of captured steps
         kv_shape = (self.config.layers, 2, room * self.block, self.config.kv_heads, self.config.head_dim)
-        self.kv_arena = Arena(arena_bytes(kv_shape, self.dtype), self.device, spill_dir)
+        self.kv_arena = Arena(arena_bytes(kv_shape, self.dtype), self.device, spill_dir, shared=lends)
         self.kv = self.kv_arena.carve(kv_shape, self.dtype)
+        self.kv_memory = describe_kv(
+            self.config, self.parts, self.kv, self.block, self.blocks, self.kv_arena.descriptor
+        )
         cos, sin = rotary_tables(self.config, self.context, self.device)
         self._model = LlamaModel(self.config, self.weights, self.kv, cos, sin)
         self._native = self._make_native(cos, sin) if options.native else None
@@ -91,6 +101,11 @@ class Runner:
             return []
         scores = logits[0] if len(logits) == 1 else torch.cat(logits)
         return list(zip(sequences, sample(scores, sequences), strict=True))
+
+    def settle(self) -> None:
+        """Return when all KV that has been computed is in memory: a GPU may still be at it after a step."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def rebind(self) -> None:
         """Take pointers again after an arena has been resumed."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from baton.block_hash import block_hash, root_hash
 from baton.ports.engine import Work
+from baton.protocol.handoff import Consume, Produce
 from baton.protocol.outputs import Logprobs
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ class Phase(enum.Enum):
 
     HELD = "held"  # waits for its grammar, or for the first choice of its request
     WAITING = "waiting"
+    RECEIVING = "receiving"  # others write the KV of its prompt into its blocks
     RUNNING = "running"
+    LENT = "lent"  # computed no further; others read or write its blocks until it is aborted
     ENDED = "ended"
 
 
@@ -27,8 +30,9 @@ class Sequence:
         computed  [ KV is in the cache ....... )               never past the last token: that one is fed next
         blocks    [ 0 ][ 1 ][ 2 ]...                           cover at least `computed` tokens
         hashes    [ 0 ][ 1 ]                                   names of full blocks, as far as they are known
+        told      [ 0 ][ 1 ]                                   so many blocks may be read by others: they do not change
 
-    A preempted sequence keeps its tokens and computes them again.
+    A preempted sequence keeps its tokens and computes them again. One that others read from is never preempted.
     """
 
     __slots__ = (
@@ -37,16 +41,19 @@ class Sequence:
         "cached_tokens",
         "committed",
         "computed",
+        "consumes",
         "group",
         "guide",
         "hashes",
         "index",
         "phase",
         "plan",
+        "produces",
         "prompt_length",
         "prompt_logprobs",
         "sampling_state",
         "tokens",
+        "told",
         "work",
     )
 
@@ -65,6 +72,10 @@ class Sequence:
         self.computed = 0
         self.committed = 0
         self.cached_tokens = 0
+        self.told = 0
+        self.produces = isinstance(work.handoff, Produce)
+        # The later choices find the prompt of the first; a prompt that is scored has to be computed.
+        self.consumes = isinstance(work.handoff, Consume) and index == 0 and plan.prompt_logprobs is None
         self.prompt_logprobs: list[Logprobs] = []
         self.sampling_state: object = None
 

@@ -135,13 +135,13 @@ def _from_disk(directory: Path, parts: Parts, config: LlamaConfig) -> int:
 
 def _compare(found: LlamaConfig, config: LlamaConfig, directory: Path) -> None:
     """Weights of equal shapes can still be those of another model."""
-    theirs, ours = (_meaning(value) for value in (found, config))
+    theirs, ours = (meaning(value) for value in (found, config))
     differing = [field for field, value in ours.items() if theirs[field] != value]
     if differing:
         raise InvalidRequest(f"path: {directory} has another model: its config.json differs in {', '.join(differing)}")
 
 
-def _meaning(config: LlamaConfig) -> dict[str, object]:
+def meaning(config: LlamaConfig) -> dict[str, object]:
     """Return what matters to weights: not how long the context is, nor how the positions are written down."""
     fields = {**msgspec.structs.asdict(config), "positions": inverse_frequencies(config)}
     return {field: value for field, value in fields.items() if field not in ("context", "theta", "rope")}

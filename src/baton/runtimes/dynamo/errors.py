@@ -100,4 +100,5 @@ def _all_errors(cls: type[BatonError] = BatonError) -> Iterator[type[BatonError]
         yield from _all_errors(child)
 
 
-_BY_CODE = {cls.code: cls for cls in _all_errors()}
+# Of several with one code the most general: others are somebody's own.
+_BY_CODE = {cls.code: cls for cls in reversed(tuple(_all_errors()))}

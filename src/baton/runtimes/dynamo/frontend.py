@@ -30,6 +30,7 @@ class DynamoFrontend:
         host: str,
         port: int,
         router: RouterName,
+        busy_share: float,
         migrations: int,
         drain_s: float,
         backend_timeout_s: float,
@@ -37,7 +38,7 @@ class DynamoFrontend:
         self._namespace = namespace
         self._host = host
         self._port = port
-        self._router = router
+        self._router = _core.RouterConfig(_ROUTERS[router], active_decode_blocks_threshold=busy_share or None)
         self._drain_s = drain_s
         self._migrations = migrations
         self._environment = {
@@ -59,7 +60,7 @@ class DynamoFrontend:
             _core.EngineType.Dynamic,
             http_host=self._host,
             http_port=self._port,
-            router_config=_core.RouterConfig(_ROUTERS[self._router]),
+            router_config=self._router,
             migration_limit=self._migrations,
             namespace=self._namespace,
         )
@@ -83,4 +84,5 @@ class DynamoFrontend:
         """Let running streams finish (up to `drain_s`), then end."""
         await self._runtime.shutdown()
         if self._served is not None:
-            await asyncio.wait([self._served], timeout=self._drain_s + 5)
+            # A connection that has sent half a request is waited for as long as one with a stream.
+            await asyncio.wait([self._served], timeout=self._drain_s)

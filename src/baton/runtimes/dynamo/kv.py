@@ -1,8 +1,32 @@
-"""What an engine says of its blocks, in the words of the runtime's KV router."""
+"""What an engine says of its blocks and its load, in the words of the runtime's routers."""
+
+import asyncio
+import contextlib
+import logging
+import threading
 
 from dynamo import _core
 
-from baton.protocol.events import KvCleared, KvEvent, KvRemoved, KvStored
+from baton.protocol.events import KvCleared, KvEvent, KvRemoved, KvStored, LoadSnapshot
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 2.0
+
+
+class LoadTeller:
+    """Tells frontends how many blocks of one instance are in use. What has not changed is not told again."""
+
+    def __init__(self) -> None:
+        self._publisher = _core.WorkerMetricsPublisher()
+
+    async def open(self, endpoint: _core.Endpoint) -> None:
+        """Begin; what is told before is lost."""
+        await self._publisher.create_endpoint(endpoint)
+
+    def tell(self, load: LoadSnapshot) -> None:
+        """See `Endpoint.tell`."""
+        self._publisher.publish(load.dp_rank, None, load.used_blocks)
 
 
 class KvTeller:
@@ -32,9 +56,23 @@ class KvTeller:
                 # The publisher has no word for it.
                 self._remove(tuple(self._told))
 
-    def close(self) -> None:
-        """Stop telling."""
-        self._publisher.shutdown()
+    async def close(self) -> None:
+        """Stop telling, within `CLOSE_S`.
+
+        The publisher may wait for threads of its own: that is left to a thread that nobody has to wait for.
+        """
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+        def shut_down() -> None:
+            self._publisher.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+                loop.call_soon_threadsafe(closed.set)
+
+        threading.Thread(target=shut_down, name="baton-kv-close", daemon=True).start()
+        try:
+            await asyncio.wait_for(closed.wait(), CLOSE_S)
+        except TimeoutError:
+            log.warning("the publisher of KV events did not end within %g s", CLOSE_S)
 
     def _remove(self, hashes: tuple[int, ...]) -> None:
         self._told.difference_update(hashes)

@@ -12,25 +12,26 @@ from dynamo import _core
 from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest, PeerLost
 from baton.ports.runtime import Context, ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
-from baton.protocol.events import KvEvent
+from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.ids import new_request_id
 from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.egress import Egress, Sender
 from baton.runtimes.dynamo.errors import from_runtime, to_runtime
-from baton.runtimes.dynamo.kv import KvTeller
+from baton.runtimes.dynamo.kv import KvTeller, LoadTeller
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.options import RuntimeOptions, discovery_directory, environment
 from baton.runtimes.dynamo.reach import check_services
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN_S = 10.0
+SHUTDOWN_S = 5.0
 SERVE_S = 30.0
 
 _SURFACES = {
     "chat": _core.ModelType.Chat,
     "completions": _core.ModelType.Completions,
     "embeddings": _core.ModelType.Embedding,
+    "prefill": _core.ModelType.Prefill,
 }
 _WORKER_TYPES = {
     "aggregated": _core.WorkerType.Aggregated,
@@ -120,7 +121,9 @@ class _Server:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=SHUTDOWN_S)
+            _, pending = await asyncio.wait(self._tasks, timeout=SHUTDOWN_S)
+            if pending:
+                log.warning("%d requests did not end within %g s", len(pending), SHUTDOWN_S)
 
 
 def _finish(end: asyncio.Future[None], error: BaseException) -> None:
@@ -136,6 +139,8 @@ class DynamoEndpoint:
         self._raw = raw
         self._listed = True
         self._teller: KvTeller | None = None
+        self._load_teller = LoadTeller()
+        self._mirror: _core.Client | None = None
         self.server = server
         self.served = asyncio.ensure_future(raw.serve_endpoint(server.handle))
 
@@ -143,6 +148,19 @@ class DynamoEndpoint:
     def instance_id(self) -> int:
         """See `Endpoint.instance_id`."""
         return self._raw.connection_id()
+
+    @property
+    def is_listed(self) -> bool:
+        """See `Endpoint.is_listed`."""
+        return self._mirror is not None and self.instance_id in self._mirror.instance_ids()
+
+    async def until_listed(self) -> None:
+        """Wait until discovery has this instance. Raises what serving has failed with."""
+        self._mirror = await self._raw.client()
+        while not self.is_listed:
+            if self.served.done():
+                self.served.result()
+            await asyncio.sleep(0.005)
 
     async def advertise(self, card: ModelCard) -> None:
         """See `Endpoint.advertise`."""
@@ -165,19 +183,23 @@ class DynamoEndpoint:
             )
         except Exception as error:
             raise ConfigError(f"cannot announce the model in {card.directory}: {error}") from error
+        await self._load_teller.open(self._raw)
         if card.kv_events:
             self._teller = KvTeller(self._raw, card.block_size)
 
-    def tell(self, event: KvEvent) -> None:
+    def tell(self, reading: Reading) -> None:
         """See `Endpoint.tell`."""
-        if self._teller is not None:
-            self._teller.tell(event)
+        if isinstance(reading, LoadSnapshot):
+            self._load_teller.tell(reading)
+        elif self._teller is not None:
+            self._teller.tell(reading)
 
-    def close(self) -> None:
-        """Stop telling routers anything."""
-        if self._teller is not None:
-            self._teller.close()
-            self._teller = None
+    async def aclose(self) -> None:
+        """End what runs, and stop telling routers anything. Takes `SHUTDOWN_S` at most."""
+        await self.server.aclose()
+        teller, self._teller = self._teller, None
+        if teller is not None:
+            await teller.close()
 
     async def withdraw(self) -> None:
         """See `Endpoint.withdraw`."""
@@ -274,6 +296,8 @@ class DynamoRuntime:
         self._leave_s = leave_s
         self._raw: _core.DistributedRuntime | None = None
         self._endpoints: list[DynamoEndpoint] = []
+        # Kept, for the runtime complains when it has news for a client that is gone.
+        self._clients: list[_core.Client] = []
         self._renderers: list[Callable[[], str]] = []
 
     @property
@@ -304,25 +328,20 @@ class DynamoRuntime:
         self._endpoints.append(endpoint)
         if len(self._endpoints) == 1:
             raw.metrics.register_prometheus_expfmt_callback(self._render)
-        await self._until_listed(raw, endpoint)
-        return endpoint
-
-    async def _until_listed(self, raw: _core.Endpoint, endpoint: DynamoEndpoint) -> None:
         try:
             async with asyncio.timeout(SERVE_S):
-                client = await raw.client()
-                while endpoint.instance_id not in client.instance_ids():
-                    if endpoint.served.done():
-                        endpoint.served.result()
-                    await asyncio.sleep(0.005)
+                await endpoint.until_listed()
         except TimeoutError:
             raise ConfigError(f"discovery has not listed this worker within {SERVE_S:g} s") from None
         except Exception as error:
             raise ConfigError(f"cannot serve: {error}") from error
+        return endpoint
 
     async def client(self, path: str) -> DynamoClient:
         """See `Runtime.client`."""
-        return DynamoClient(await self.raw.endpoint(path).client())
+        client = await self.raw.endpoint(path).client()
+        self._clients.append(client)
+        return DynamoClient(client)
 
     def expose(self, route: str, handle: Callable[[Wire], Awaitable[Wire]]) -> None:
         """See `Runtime.expose`."""
@@ -348,12 +367,12 @@ class DynamoRuntime:
         raw, self._raw = self._raw, None
         if raw is None:
             return
-        for endpoint in self._endpoints:
-            await endpoint.server.aclose()
-            endpoint.close()
+        await asyncio.gather(*(endpoint.aclose() for endpoint in self._endpoints))
         raw.shutdown()
         if self._endpoints:
-            await asyncio.wait([endpoint.served for endpoint in self._endpoints], timeout=SHUTDOWN_S)
+            _, pending = await asyncio.wait([endpoint.served for endpoint in self._endpoints], timeout=SHUTDOWN_S)
+            if pending:
+                log.warning("%d endpoints did not end within %g s", len(pending), SHUTDOWN_S)
 
     def _render(self) -> str:
         return "".join(render() for render in self._renderers)

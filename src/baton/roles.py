@@ -1,0 +1,215 @@
+"""The roles of a worker: which one it has, what serves it, what it holds open meanwhile, and how it is announced."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from baton.config import Settings
+from baton.errors import ConfigError
+from baton.handlers._call import Desk
+from baton.handlers.aggregated import AggregatedHandler
+from baton.handlers.decode import DecodeHandler
+from baton.handlers.embed import EmbedHandler
+from baton.handlers.prefill import PrefillHandler
+from baton.handlers.text import TextHandler
+from baton.health.canary import Probe
+from baton.models.tokenizer import HubTokenizer, PassageTokenizer
+from baton.ports.engine import Capabilities, Engine, EngineInfo, HandoffStyle
+from baton.ports.runtime import ModelCard, Service
+from baton.ports.transfer import KvMemory, KvShape
+from baton.protocol.codec import decode_request, encode_chunk
+from baton.protocol.embeddings import EmbedRequest, TokenLists, decode_embed, encode_embeddings
+from baton.protocol.requests import GenerateRequest, StopConditions
+from baton.protocol.text import decode_text, encode_text
+
+if TYPE_CHECKING:
+    from baton.transfer.borrower import KvBorrower
+    from baton.transfer.lender import KvLender
+
+ONE_TOKEN = GenerateRequest(token_ids=(1,), stop=StopConditions(max_tokens=1, ignore_eos=True))
+ONE_VECTOR = EmbedRequest(model="", source=TokenLists(((1,),)))
+
+_SURFACES = {
+    "aggregated": frozenset({"chat", "completions"}),
+    "embed": frozenset({"embeddings"}),
+    "prefill": frozenset({"prefill"}),
+    "decode": frozenset({"chat", "completions"}),
+}
+_NEEDS = {"prefill": (("decode",),), "decode": (("prefill",),)}
+
+
+def path_of(settings: Settings, role: str) -> str:
+    """Return where workers of `role` take requests."""
+    return f"{settings.namespace}.{role if role in _NEEDS else 'worker'}.generate"
+
+
+def role_of(settings: Settings, capabilities: Capabilities) -> str:
+    """Return the role of a worker with such an engine. Raises ConfigError if the engine cannot fill it."""
+    role = settings.role
+    if role == "auto":
+        role = "aggregated" if capabilities.generate else "embed"
+    if not (capabilities.embeddings if role == "embed" else capabilities.generate):
+        raise ConfigError(f"the model {settings.name} on the engine {settings.engine} cannot fill the role {role}")
+    if role in _NEEDS and capabilities.handoff is HandoffStyle.NONE:
+        raise ConfigError(f"the engine {settings.engine} cannot hand KV from one worker to another: no role {role}")
+    return role
+
+
+class Duty:
+    """A role that is filled: what serves it, a probe (the least that it does, done as for a client), what is open."""
+
+    def __init__(
+        self,
+        service: Service[Any, Any],
+        probe: Probe,
+        shape: KvShape | None = None,
+        lender: "KvLender | None" = None,
+        borrower: "KvBorrower | None" = None,
+    ) -> None:
+        self.service = service
+        self.probe = probe
+        self.shape = shape
+        self.lender = lender
+        self.borrower = borrower
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until nobody needs what is held for others; return False if that takes longer than `timeout_s`."""
+        return self.lender is None or await self.lender.drain(timeout_s)
+
+    async def close(self) -> None:
+        """Hold nothing any more. Idempotent."""
+        if self.lender is not None:
+            await self.lender.close()
+        if self.borrower is not None:
+            await self.borrower.close()
+
+
+class Post(NamedTuple):
+    """Where a role is filled: a running engine, a desk for clients and one for probes, which are never refused."""
+
+    settings: Settings
+    engine: Engine
+    info: EngineInfo
+    desk: Desk
+    side_desk: Desk
+
+
+async def take_up(role: str, post: Post) -> Duty:
+    """Fill `role` at `post`. Raises ConfigError."""
+    return await _ROLES[role](post)
+
+
+def announce(role: str, post: Post, duty: Duty) -> ModelCard:
+    """Return the card that makes frontends send this worker what its role is for."""
+    settings, info = post.settings, post.info
+    accepts = "text" if role == "embed" else settings.accepts
+    host, port = _meeting_place(post, duty)
+    return ModelCard(
+        name=info.model_name,
+        directory=info.model_dir,
+        # The frontend cannot tokenise for encoders: it asks every model for an end-of-text token.
+        accepts=accepts,
+        surfaces=_SURFACES[role],
+        worker_type=role if role in _NEEDS else "aggregated",
+        needs=_NEEDS.get(role, ()),
+        context_length=info.context_length,
+        block_size=info.block_size,
+        total_blocks=info.total_blocks,
+        max_running=info.max_running,
+        handoff_host=host,
+        handoff_port=port,
+        # A router compares tokens; where the worker makes them, it has none. Of decode workers it asks only the load.
+        kv_events=accepts == "tokens" and role != "decode",
+    )
+
+
+def _meeting_place(post: Post, duty: Duty) -> tuple[str, int] | tuple[None, None]:
+    """Return where decode workers come for KV, if they are to know before the prefill has begun."""
+    asked = post.settings.transfer.handoff
+    early = post.engine.capabilities.handoff is HandoffStyle.EARLY if asked == "auto" else asked == "early"
+    return duty.lender.address if duty.lender is not None and early else (None, None)
+
+
+async def _embed(post: Post) -> Duty:
+    encoder = PassageTokenizer(Path(post.info.model_dir))
+    handler = EmbedHandler(post.engine, post.info, post.desk, encoder)
+    prober = EmbedHandler(post.engine, post.info, post.side_desk, encoder)
+    return Duty(
+        Service(handler.embed, decode_embed, encode_embeddings),
+        lambda: _exhaust(prober.embed(ONE_VECTOR, _ProbeContext())),
+    )
+
+
+async def _aggregated(post: Post) -> Duty:
+    prober = AggregatedHandler(post.engine, post.info, post.side_desk)
+    return Duty(_generate(post), lambda: _exhaust(prober.generate(ONE_TOKEN, _ProbeContext())))
+
+
+def _generate(post: Post) -> Service[Any, Any]:
+    if post.settings.accepts == "text":
+        text = TextHandler(post.engine, post.info, post.desk, HubTokenizer(Path(post.info.model_dir)))
+        return Service(text.generate, decode_text, encode_text)
+    return Service(AggregatedHandler(post.engine, post.info, post.desk).generate, decode_request, encode_chunk)
+
+
+async def _prefill(post: Post) -> Duty:
+    from baton.transfer.lender import open_lender  # needs numpy, which other roles do without
+
+    memory = _memory(post)
+    lender = await open_lender(post.settings.transfer, memory, post.settings.runtime.bind)
+    handler = PrefillHandler(post.engine, post.info, post.desk, lender)
+    prober = PrefillHandler(post.engine, post.info, post.side_desk, lender)
+    return Duty(
+        Service(handler.generate, decode_request, encode_chunk),
+        lambda: _exhaust(prober.probe(ONE_TOKEN, _ProbeContext())),
+        memory.shape,
+        lender=lender,
+    )
+
+
+async def _decode(post: Post) -> Duty:
+    from baton.transfer.borrower import open_borrower
+
+    memory = _memory(post)
+    borrower = open_borrower(post.settings.transfer, memory)
+    handler = DecodeHandler(post.engine, post.info, post.desk, borrower)
+    prober = DecodeHandler(post.engine, post.info, post.side_desk, borrower)
+    return Duty(
+        Service(handler.generate, decode_request, encode_chunk),
+        lambda: _exhaust(prober.generate(ONE_TOKEN, _ProbeContext())),
+        memory.shape,
+        borrower=borrower,
+    )
+
+
+def _memory(post: Post) -> KvMemory:
+    if post.info.kv is None:
+        raise ConfigError(
+            f"the engine {post.settings.engine} does not show its KV memory, so nobody can take KV from it"
+        )
+    return post.info.kv
+
+
+_ROLES: dict[str, Callable[[Post], Awaitable[Duty]]] = {
+    "aggregated": _aggregated,
+    "embed": _embed,
+    "prefill": _prefill,
+    "decode": _decode,
+}
+
+
+async def _exhaust(replies: AsyncGenerator[Any, None]) -> None:
+    async with aclosing(replies):
+        async for _ in replies:
+            pass
+
+
+class _ProbeContext:
+    """The canary is its own client, and does not leave."""
+
+    id = "canary"
+    trace_headers: dict[str, str] = {}
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Nothing to call: nobody leaves."""

@@ -1,0 +1,103 @@
+"""What the suites for engines share: what an engine's author overrides, and how a test runs."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from baton.errors import Cancelled
+from baton.ports.engine import Engine, EngineInfo, Stream, Work
+from baton.protocol.ids import new_request_id
+from baton.protocol.requests import OutputOptions, Sampling, StopConditions
+from baton.testing.bounded import eventually, run_bounded
+from baton.testing.engine_session import Session, read_to_the_end
+from baton.testing.fakes import running
+
+
+class EngineSuite:
+    """The ground under the rules. Everything runs in one event loop for each test, and every test has a time limit."""
+
+    limit_s = 30.0
+    """The longest that one test may take, start and stop of the engine included."""
+
+    long_tokens = 3000
+    """So many tokens keep a request busy while a test acts on it. As many requests as the engine runs at once must fit
+    its cache with this length."""
+
+    deterministic = True
+    """Whether the same prompt gives the same tokens at temperature 0, alone and in a batch."""
+
+    lag_limit_s = 2.0
+    """The longest that the engine may keep the event loop from turning. Generous: it tells blocked from slow."""
+
+    def make_engine(self) -> Engine:
+        """Return an engine that has not been started. Let it run few requests at once, so that others wait."""
+        raise NotImplementedError("an engine's contract test overrides make_engine")
+
+    def make_broken_engine(self) -> Engine | None:
+        """Return an engine whose `start` raises ConfigError or EngineDead, or None to leave that rule out."""
+        return None
+
+    def prompt(self, seed: int, length: int) -> tuple[int, ...]:
+        """Return a prompt of `length` tokens; those of one seed begin with one another."""
+        numbers = random.Random(seed)
+        return tuple(numbers.randrange(1, 200) for _ in range(length))
+
+    def impossible(self, info: EngineInfo) -> list[Work]:
+        """Return work that can never run, however long it waits."""
+        too_long = info.total_blocks * info.block_size + 1
+        return [self.work(info, prompt=()), self.work(info, prompt=self.prompt(0, 1) * too_long)]
+
+    def work(
+        self,
+        info: EngineInfo,
+        seed: int = 0,
+        length: int = 24,
+        tokens: int = 8,
+        choices: int = 1,
+        logprobs: int | None = None,
+        prompt: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Return work that makes exactly `tokens` tokens, always the same."""
+        return Work(
+            request_id=new_request_id("contract"),
+            token_ids=self.prompt(seed, length) if prompt is None else prompt,
+            max_tokens=tokens,
+            stop=StopConditions(max_tokens=tokens, ignore_eos=True),
+            sampling=Sampling(n=choices, temperature=0.0),
+            output=OutputOptions(logprobs=logprobs),
+            eos_token_ids=info.eos_token_ids,
+        )
+
+    # How it is done
+
+    def _run(self, body: Coroutine[Any, Any, None]) -> None:
+        run_bounded(body, self.limit_s)
+
+    @asynccontextmanager
+    async def _session(self, engine: Engine | None = None) -> AsyncIterator[Session]:
+        engine = engine or self.make_engine()
+        async with running(engine) as info:
+            session = Session(engine, info)
+            listening = asyncio.create_task(session.listen())
+            await eventually(lambda: session.used_blocks() is not None)
+            yield session
+        await listening
+
+    def _long(self, session: Session, seed: int = 0) -> Work:
+        return self.work(session.info, seed, tokens=self.long_tokens)
+
+    async def _tokens_of(self, session: Session, work: Work) -> list[int]:
+        """Return what `work` gives when it runs alone."""
+        again = self.work(session.info, tokens=work.max_tokens, prompt=work.token_ids)
+        answer = await read_to_the_end(session.engine.submit(again))
+        return answer.tokens[0]
+
+    async def _abort(self, session: Session, work: Work, stream: Stream, choices: int = 1) -> None:
+        await session.engine.abort(work.request_id)
+        for _ in range(2):
+            with pytest.raises(Cancelled):
+                await read_to_the_end(stream, choices)

@@ -1,0 +1,300 @@
+"""The decode side: claiming rooms of prefill workers and fetching what they hold, while it is computed."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
+from baton.ports.transfer import KvMemory, Path, Reach
+from baton.protocol.handoff import Ticket
+from baton.protocol.outputs import KvWanted
+from baton.transfer import nixl, wire
+from baton.transfer.failures import failed, failure
+from baton.transfer.line import Line, outgoing_line
+from baton.transfer.memory import require_alike
+from baton.transfer.options import TransferOptions, chosen_ways
+from baton.transfer.shm import ShmReach
+from baton.transfer.tcp import TcpReach
+
+OPEN_S = 10.0
+IDLE_PEER_S = 600.0
+NOT_WANTED = Cancelled("the KV is not wanted any more")
+
+T = TypeVar("T")
+
+
+def open_borrower(options: TransferOptions, memory: KvMemory) -> "KvBorrower":
+    """Return what fetches KV of others into `memory`. Raises ConfigError."""
+    return KvBorrower(options, memory, _reaches(options, memory))
+
+
+class _Peer:
+    """One run of a lender's process, and the way to its memory that was found to work."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self.way = ""
+        self.negotiating = asyncio.Lock()
+        self.used_at = 0.0
+
+
+class KvBorrower:
+    """A Borrower (see `ports/transfer.py`). Event-loop thread only."""
+
+    def __init__(self, options: TransferOptions, memory: KvMemory, reaches: Sequence[Reach]) -> None:
+        self.options = options
+        self.memory = memory
+        self.bytes_by_way: defaultdict[str, float] = defaultdict(float)
+        self.seconds_by_way: defaultdict[str, float] = defaultdict(float)
+        self._reaches = reaches
+        self._peers: dict[str, _Peer] = {}
+        self._loans: set[KvLoan] = set()
+        self._declining: set[asyncio.Task[None]] = set()
+
+    def borrow(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> "KvLoan":
+        """See `Borrower.borrow`."""
+        loan = KvLoan(self, ticket, on_arrived, on_lost)
+        self._loans.add(loan)
+        return loan
+
+    async def close(self) -> None:
+        """Give up every loan and every path. Idempotent."""
+        await asyncio.gather(*(loan.close() for loan in tuple(self._loans)))
+        if self._declining:
+            await asyncio.wait(self._declining, timeout=self.options.connect_s)
+        for task in self._declining:
+            task.cancel()
+        for name in tuple(self._peers):
+            self.drop(name)
+        for reach in self._reaches:
+            await reach.close()
+
+    def done(self, loan: "KvLoan") -> None:
+        """A loan has ended."""
+        self._loans.discard(loan)
+
+    def decline(self, ticket: Ticket) -> None:
+        """See `Borrower.decline`: the lender must not hold the KV until it expires."""
+        task = asyncio.create_task(self._decline(ticket))
+        self._declining.add(task)
+        task.add_done_callback(self._declining.discard)
+
+    async def path_to(self, loan: "KvLoan", accepted: wire.Accepted) -> tuple[Path, str]:
+        """Return the path to a lender, and its name; the first loan from it finds out which way works."""
+        peer = self._peers.get(accepted.lender)
+        if peer is None:
+            self._drop_idle()
+            peer = self._peers[accepted.lender] = _Peer()
+        peer.used_at = time.monotonic()
+        async with peer.negotiating:
+            if peer.path is None:
+                peer.path, peer.way = await self._negotiate(loan, accepted)
+            return peer.path, peer.way
+
+    def drop(self, lender: str) -> None:
+        """Forget the way to a lender: it does not work, or is not needed."""
+        peer = self._peers.pop(lender, None)
+        if peer is not None and peer.path is not None:
+            peer.path.close()
+
+    async def connect(self, ticket: Ticket, line: Line) -> None:
+        """Call a lender. Raises PeerLost."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.options.connect_s):
+                await loop.create_connection(lambda: line, ticket.host.strip("[]"), ticket.port)
+        except OSError as error:  # TimeoutError is one
+            reason = error.strerror or f"no answer within {self.options.connect_s:g} s"
+            raise PeerLost(f"cannot reach the prefill worker at {ticket.host}:{ticket.port}: {reason}") from None
+
+    async def _negotiate(self, loan: "KvLoan", accepted: wire.Accepted) -> tuple[Path, str]:
+        require_alike(self.memory, accepted.memory)
+        problems = [f"it offers {', '.join(accepted.ways)}"]
+        for reach in self._reaches:
+            if reach.name not in accepted.ways:
+                continue
+            opened = await loan.ask(wire.Open(reach.name))
+            try:
+                if opened.details is None:
+                    raise PeerLost(opened.problem)
+                return await reach.reach(loan.ticket, accepted.memory, opened.details), reach.name
+            except PeerLost as error:
+                problems.append(f"{reach.name}: {error.message}")
+        raise PeerLost(f"no way to read the prefill worker's memory ({'; '.join(problems)})")
+
+    async def _decline(self, ticket: Ticket) -> None:
+        line = outgoing_line(self.options.beat_s, self.options.silence_s)
+        with suppress(PeerLost):
+            await self.connect(ticket, line)
+            line.send(wire.Claim(ticket.room, ticket.secret, self.memory))
+            line.send(failed(NOT_WANTED))
+        line.close()
+
+    def _drop_idle(self) -> None:
+        now = time.monotonic()
+        for name, peer in tuple(self._peers.items()):
+            if now - peer.used_at > IDLE_PEER_S and not peer.negotiating.locked():
+                self.drop(name)
+
+
+class KvLoan:
+    """See `Loan`. One task claims, fetches and confirms; whatever goes wrong cancels it."""
+
+    def __init__(
+        self,
+        borrower: KvBorrower,
+        ticket: Ticket,
+        on_arrived: Callable[[], None],
+        on_lost: Callable[[BatonError], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.ticket = ticket
+        self.cached_tokens: int | None = None
+        self._borrower = borrower
+        self._on_arrived = on_arrived
+        self._on_lost = on_lost
+        self._line = outgoing_line(borrower.options.beat_s, borrower.options.silence_s)
+        self._line.on_message = self._hear
+        self._line.on_lost = self._lose
+        self._wanted: asyncio.Future[KvWanted] = loop.create_future()
+        self._accepted: asyncio.Future[wire.Accepted] = loop.create_future()
+        self._opened: asyncio.Future[wire.Opened] = loop.create_future()
+        self._released: asyncio.Future[None] = loop.create_future()
+        self._computed: asyncio.Queue[wire.Computed] = asyncio.Queue()
+        self._error: BatonError | None = None
+        self._closed = False
+        self._claimed = False
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._clean_up)
+
+    def place(self, wanted: KvWanted) -> None:
+        """See `Loan.place`."""
+        if not self._wanted.done():
+            self._wanted.set_result(wanted)
+
+    def give_up(self) -> None:
+        """See `Loan.give_up`."""
+        if self._closed or self._task.done():
+            return
+        self._closed = True
+        if self._claimed:
+            self._line.send(failed(NOT_WANTED))
+        else:
+            self._borrower.decline(self.ticket)
+        self._task.cancel()
+
+    async def close(self) -> None:
+        """See `Loan.close`."""
+        self.give_up()
+        await asyncio.wait([self._task])
+
+    async def ask(self, question: wire.Open) -> wire.Opened:
+        """Ask the lender how its memory can be read. Raises PeerLost."""
+        self._opened = asyncio.get_running_loop().create_future()
+        self._line.send(question)
+        return await _within(OPEN_S, self._opened, f"the prefill worker did not open the way {question.way}")
+
+    async def _run(self) -> None:
+        try:
+            await self._get()
+        except asyncio.CancelledError:
+            if self._error is None:  # closed from this side
+                return
+        except BatonError as error:
+            self._line.send(failed(error))
+            self._error = self._error or error
+        if self._closed:
+            return
+        if self._error is None:
+            self._on_arrived()
+        else:
+            self._on_lost(self._error)
+
+    def _clean_up(self, _: asyncio.Task[None]) -> None:
+        """A callback, since a task that is cancelled at once never runs."""
+        self._line.close()
+        self._borrower.done(self)
+
+    async def _get(self) -> None:
+        await self._borrower.connect(self.ticket, self._line)
+        self._line.send(wire.Claim(self.ticket.room, self.ticket.secret, self._borrower.memory))
+        self._claimed = True
+        accepted = await self._accepted  # the lender answers in time, or falls silent and is taken for lost
+        path, way = await self._borrower.path_to(self, accepted)
+        wanted = await self._wanted
+        try:
+            await self._fetch(path, way, wanted)
+        except PeerLost:
+            self._borrower.drop(accepted.lender)
+            raise
+        self._line.send(wire.Taken())
+        await _within(OPEN_S, self._released, "the prefill worker did not confirm that the KV was still held")
+
+    async def _fetch(self, path: Path, way: str, wanted: KvWanted) -> None:
+        """Copy what is wanted, part by part as it is computed."""
+        memory, place = self._borrower.memory, 0
+        last = wanted.first + len(wanted.blocks)
+        while True:
+            part = await self._computed.get()
+            skipped = max(0, wanted.first - place)
+            theirs = part.blocks[skipped : max(skipped, last - place)]
+            start = max(place, wanted.first) - wanted.first
+            if theirs:
+                began = time.perf_counter()
+                await path.fetch(self.ticket, theirs, wanted.blocks[start : start + len(theirs)])
+                self._borrower.seconds_by_way[way] += time.perf_counter() - began
+                self._borrower.bytes_by_way[way] += len(theirs) * memory.planes * memory.block_bytes
+            place += len(part.blocks)
+            if part.complete:
+                break
+        if place < last:
+            raise PeerLost(f"the prefill worker has {place} blocks of this prompt, and {last} are needed")
+        self.cached_tokens = part.cached_tokens
+
+    def _hear(self, message: wire.Message) -> None:
+        match message:
+            case wire.Accepted() if not self._accepted.done():
+                self._accepted.set_result(message)
+            case wire.Opened() if not self._opened.done():
+                self._opened.set_result(message)
+            case wire.Computed():
+                self._computed.put_nowait(message)
+            case wire.Released() if not self._released.done():
+                self._released.set_result(None)
+            case wire.Failed():
+                error = failure(message)
+                # The prefill was cancelled, but nobody has told us that our client has left: then it begins anew.
+                self._lose(PeerLost(error.message) if isinstance(error, Cancelled) else error)
+            case _:
+                self._lose(PeerLost(f"{type(message).__name__} was not expected"))
+
+    def _lose(self, error: BatonError) -> None:
+        if self._released.done():
+            return  # everything is here
+        self._error = self._error or error
+        self._task.cancel()
+
+
+async def _within(limit_s: float, answer: asyncio.Future[T], complaint: str) -> T:
+    try:
+        return await asyncio.wait_for(asyncio.shield(answer), limit_s)
+    except TimeoutError:
+        raise PeerLost(f"{complaint} within {limit_s:g} s") from None
+
+
+def _reaches(options: TransferOptions, memory: KvMemory) -> Sequence[Reach]:
+    """Return the ways in which this worker can read the memory of others, best first."""
+    reaches: list[Reach] = []
+    for way in chosen_ways(options):
+        if way == "nixl" and nixl.available():
+            reaches.append(nixl.NixlReach(memory))
+        elif way == "shm" and memory.device == "cpu":
+            reaches.append(ShmReach(memory))
+        elif way == "tcp" and memory.device == "cpu":
+            reaches.append(TcpReach(memory, options.checksum, options.connect_s))
+    if not reaches:
+        raise ConfigError(f"none of the ways {options.ways} (--transfer-ways) works here")
+    return reaches

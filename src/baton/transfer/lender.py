@@ -1,0 +1,334 @@
+"""The prefill side: rooms that others come to, and what they are told there."""
+
+import asyncio
+import logging
+import socket
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
+from baton.ports.transfer import KvMemory, Source
+from baton.protocol.handoff import Ticket
+from baton.protocol.outputs import KvComputed
+from baton.transfer import nixl, wire
+from baton.transfer.failures import failed, failure
+from baton.transfer.line import Line
+from baton.transfer.memory import require_alike
+from baton.transfer.options import TransferOptions, chosen_ways
+from baton.transfer.rooms import Room, Rooms, RoomState
+from baton.transfer.shm import ShmSource
+from baton.transfer.tcp import TcpSource
+
+log = logging.getLogger(__name__)
+
+GREETING_S = 5.0
+BACKLOG = 512
+
+
+async def open_lender(options: TransferOptions, memory: KvMemory, host: str) -> "KvLender":
+    """Listen on `host` for those who come for KV of `memory`. Raises ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, options.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {options.port} (--transfer-port): {error}") from None
+    listener.setblocking(False)
+    return KvLender(options, memory, listener)
+
+
+class KvLender:
+    """A Lender (see `ports/transfer.py`). Event-loop thread only."""
+
+    def __init__(self, options: TransferOptions, memory: KvMemory, listener: socket.socket) -> None:
+        self.rooms = Rooms(memory_s=options.claim_s)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self._options = options
+        self._memory = memory
+        self._listener = listener
+        self._name = uuid.uuid4().hex
+        self._data = TcpSource(memory, self.rooms.check, options.checksum)
+        self._sources = {source.name: source for source in _sources(options, memory, self.rooms, self._data)}
+        self._leases: dict[Room, KvLease] = {}
+        self._waiting: dict[int, list[_Visit]] = {}
+        self._visits: set[_Visit] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._spawn(self._accept())
+
+    def lend(self, ticket: Ticket, prompt_tokens: int) -> "KvLease":
+        """See `Lender.lend`."""
+        room = self.rooms.offer(ticket.room, ticket.secret, prompt_tokens)
+        lease = self._leases[room] = KvLease(self, room, self._options.claim_s)
+        self._empty.clear()
+        for visit in self._waiting.pop(room.number, ()):
+            visit.claim()
+        return lease
+
+    def refuse(self, ticket: Ticket, error: BatonError) -> None:
+        """See `Lender.refuse`."""
+        room = self.rooms.find(ticket.room, ticket.secret)
+        if room is not None:
+            self.end(room, RoomState.FAILED, error)
+            return
+        self.rooms.refuse(ticket.room, ticket.secret, error)
+        for visit in self._waiting.pop(ticket.room, ()):
+            visit.claim()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until no room is open; return False if that takes longer than `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End every lease and stop listening. Idempotent."""
+        for room in tuple(self._leases):
+            self.end(room, RoomState.FAILED, PeerLost("the prefill worker is shutting down"))
+        for visit in tuple(self._visits):
+            visit.leave()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=GREETING_S)
+        self._listener.close()
+        for source in self._sources.values():
+            await source.close()
+
+    def end(self, room: Room, state: RoomState, error: BatonError | None = None) -> None:
+        """End a lease in whatever way; both sides are told. Does nothing if it has ended."""
+        if self.rooms.end(room, state, error):
+            self._leases.pop(room).finish(error)
+            if not self._leases:
+                self._empty.set()
+
+    def wait_for_room(self, visit: "_Visit", number: int) -> None:
+        """Somebody has come before the prefill has begun."""
+        self._waiting.setdefault(number, []).append(visit)
+
+    def forget(self, visit: "_Visit", number: int | None) -> None:
+        """A visit has ended."""
+        self._visits.discard(visit)
+        if number is not None and visit in (waiting := self._waiting.get(number, [])):
+            waiting.remove(visit)
+            if not waiting:
+                del self._waiting[number]
+
+    def attach(self, room: Room, visit: "_Visit") -> wire.Accepted:
+        """Tell the holder of `room` from now on what becomes of it; return the first thing to tell."""
+        self._leases[room].attach(visit)
+        return wire.Accepted(self._name, self._memory, tuple(self._sources), room.prompt_tokens)
+
+    def open_way(self, visit: "_Visit", way: str) -> None:
+        """Prepare a way to read our memory and tell the visitor about it."""
+        self._spawn(self._open_way(visit, way))
+
+    async def _open_way(self, visit: "_Visit", way: str) -> None:
+        try:
+            if way not in self._sources:
+                raise PeerLost(f"there is no way {way!r} here")
+            visit.line.send(wire.Opened(way, await self._sources[way].open()))
+        except PeerLost as error:
+            visit.line.send(wire.Opened(way, problem=error.message))
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # too many open files, mostly: others may leave
+                log.warning("cannot accept a connection: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            self._spawn(self._greet(connection))
+
+    async def _greet(self, connection: socket.socket) -> None:
+        """Find out what a connection is for."""
+        loop = asyncio.get_running_loop()
+        try:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.timeout(GREETING_S):
+                preamble = await _read(loop, connection, wire.PREAMBLE_BYTES)
+        except (OSError, PeerLost, asyncio.CancelledError):  # TimeoutError is an OSError
+            connection.close()
+            return
+        if preamble == wire.DATA and self._data.name in self._sources:
+            await self._data.serve(connection)
+        elif preamble == wire.LINE:
+            visit = _Visit(self, self._memory, self._options)
+            self._visits.add(visit)
+            await loop.connect_accepted_socket(lambda: visit.line, connection)
+        else:
+            connection.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class KvLease:
+    """See `Lease`."""
+
+    def __init__(self, lender: KvLender, room: Room, claim_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._lender = lender
+        self._room = room
+        self._visit: _Visit | None = None
+        self._on_lost: Callable[[BatonError], None] | None = None
+        self._end: asyncio.Future[None] = loop.create_future()
+        self._timer = loop.call_later(claim_s, self._expire, claim_s)
+
+    def computed(self, output: KvComputed) -> None:
+        """See `Lease.computed`."""
+        room = self._room
+        room.blocks.update(dict.fromkeys(output.blocks))
+        room.complete = output.complete
+        room.cached_tokens = output.cached_tokens
+        if self._visit is not None:
+            self._visit.line.send(wire.Computed(output.blocks, output.complete, output.cached_tokens))
+
+    def fail(self, error: BatonError) -> None:
+        """See `Lease.fail`."""
+        state = RoomState.CANCELLED if isinstance(error, Cancelled) else RoomState.FAILED
+        self._lender.end(self._room, state, error)
+
+    def on_lost(self, callback: Callable[[BatonError], None]) -> None:
+        """See `Lease.on_lost`."""
+        self._on_lost = callback
+
+    async def ended(self) -> None:
+        """See `Lease.ended`."""
+        await asyncio.shield(self._end)
+
+    def attach(self, visit: "_Visit") -> None:
+        """Somebody has claimed it."""
+        self._timer.cancel()
+        self._visit = visit
+
+    def finish(self, error: BatonError | None) -> None:
+        """It has ended; tell both sides."""
+        self._timer.cancel()
+        if self._visit is not None:
+            self._visit.finish(error)
+        if error is None:
+            self._end.set_result(None)
+        else:
+            self._end.set_exception(error)
+            self._end.exception()  # marked as read: nobody may be waiting
+            if self._on_lost is not None:
+                self._on_lost(error)
+
+    def _expire(self, claim_s: float) -> None:
+        self._lender.end(self._room, RoomState.EXPIRED, PeerLost(f"nobody has come for the KV within {claim_s:g} s"))
+
+
+class _Visit:
+    """Somebody on the line."""
+
+    def __init__(self, lender: KvLender, memory: KvMemory, options: TransferOptions) -> None:
+        self.line = Line(options.beat_s, options.silence_s)
+        self.line.on_message = self._hear
+        self.line.on_lost = self._lost
+        self._lender = lender
+        self._memory = memory
+        self._claim_s = options.claim_s
+        self._claim: wire.Claim | None = None
+        self._room: Room | None = None
+        self._timer = asyncio.get_running_loop().call_later(GREETING_S, self._refuse, PeerLost("no claim has come"))
+
+    def claim(self) -> None:
+        """Ask for the room, or ask again; wait if it is not there yet."""
+        assert self._claim is not None
+        try:
+            require_alike(self._memory, self._claim.memory)
+            self._room = self._lender.rooms.claim(self._claim.room, self._claim.secret)
+        except BatonError as error:
+            self._refuse(error)
+            return
+        if self._room is None:
+            self._lender.wait_for_room(self, self._claim.room)
+            return
+        self._timer.cancel()
+        room = self._room
+        self.line.send(self._lender.attach(room, self))
+        if room.blocks:
+            self.line.send(wire.Computed(tuple(room.blocks), room.complete, room.cached_tokens))
+
+    def finish(self, error: BatonError | None) -> None:
+        """The lease has ended; say so and hang up."""
+        self.line.send(wire.Released() if error is None else failed(error))
+        self.leave()
+
+    def leave(self) -> None:
+        """Hang up."""
+        self._timer.cancel()
+        self.line.close()
+        self._lender.forget(self, self._claim.room if self._claim else None)
+
+    def _hear(self, message: wire.Message) -> None:
+        match message:
+            case wire.Claim() if self._claim is None:
+                self._claim = message
+                self._timer.cancel()
+                late = PeerLost(f"the prefill has not begun within {self._claim_s:g} s")
+                self._timer = asyncio.get_running_loop().call_later(self._claim_s, self._refuse, late)
+                self.claim()
+            case wire.Open() if self._room is not None:
+                self._lender.open_way(self, message.way)
+            case wire.Taken() if self._room is not None and self._room.complete:
+                self._lender.end(self._room, RoomState.DONE)
+            case wire.Failed() if self._claim is not None:
+                self._regret(failure(message))
+            case _:
+                self._refuse(PeerLost(f"{type(message).__name__} was not expected"))
+
+    def _regret(self, error: BatonError) -> None:
+        """The other side does not want it any more, or cannot go on."""
+        assert self._claim is not None
+        if self._room is not None:
+            state = RoomState.CANCELLED if isinstance(error, Cancelled) else RoomState.FAILED
+            self._lender.end(self._room, state, error)
+        else:
+            self._lender.rooms.refuse(self._claim.room, self._claim.secret, error)
+            self.leave()
+
+    def _refuse(self, error: BatonError) -> None:
+        if self._room is not None:
+            self._lender.end(self._room, RoomState.FAILED, error)
+        else:
+            self.finish(error)
+
+    def _lost(self, error: PeerLost) -> None:
+        if self._room is not None:
+            self._lender.end(self._room, RoomState.FAILED, error)
+        self.leave()
+
+
+def _sources(options: TransferOptions, memory: KvMemory, rooms: Rooms, data: TcpSource) -> Sequence[Source]:
+    """Return the ways in which our memory can be read, best first."""
+    sources: list[Source] = []
+    for way in chosen_ways(options):
+        if way == "shm" and memory.descriptor is not None:
+            sources.append(ShmSource(memory, rooms.check))
+        elif way == "nixl" and nixl.available():
+            sources.append(nixl.NixlSource(memory))
+        elif way == "tcp" and memory.device == "cpu":
+            sources.append(data)
+    if not sources:
+        raise ConfigError(f"none of the ways {options.ways} (--transfer-ways) works here")
+    return sources
+
+
+async def _read(loop: asyncio.AbstractEventLoop, connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = await loop.sock_recv(connection, count - len(data))
+        if not part:
+            raise PeerLost("hung up")
+        data += part
+    return data

@@ -1,0 +1,246 @@
+"""The way over any network: the borrower asks for blocks, the lender sends them, straight from one cache to the other.
+
+borrower                      lender
+Request ─────────────────────►         length, then room, secret and block numbers
+        ◄───────────────────── head    bytes of the reason why not, bytes of KV
+        ◄───────────────────── reason, or the KV: plane by plane, in the order of the request
+        ◄───────────────────── crc32   of head and KV, if the request wants it
+"""
+
+import asyncio
+import logging
+import socket
+import struct
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from baton.errors import PeerLost
+from baton.ports.transfer import Check, KvMemory, Path
+from baton.protocol.handoff import Room, Ticket
+from baton.transfer.memory import (
+    Numbers,
+    Spans,
+    block_numbers,
+    block_pairs,
+    require_alike,
+    require_host,
+    require_sound,
+    spans,
+)
+from baton.transfer.sockets import (
+    Checksum,
+    connected,
+    joined,
+    prepare,
+    receive_bytes,
+    receive_some,
+    receive_spans,
+    send_bytes,
+    send_spans,
+    shut,
+    whole,
+)
+from baton.transfer.wire import DATA
+
+log = logging.getLogger(__name__)
+
+REQUEST_HEAD = struct.Struct("<I")
+ANSWER_HEAD = struct.Struct("<IQ")
+CHECKSUM = struct.Struct("<I")
+REQUEST_EXTRA_BYTES = 4096
+REASON_BYTES = 1000
+SMALL_BYTES = 64 << 10
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks of a room. They are four bytes each, the lowest first."""
+
+    room: Room
+    secret: bytes
+    blocks: bytes
+    checksum: bool
+
+
+class TcpDetails(msgspec.Struct, frozen=True):
+    """What a borrower needs to know."""
+
+    checksum: bool = False
+
+
+class TcpSource:
+    """Sends blocks of `memory` to who asks for them on connections that it is given. Event-loop thread only."""
+
+    name = "tcp"
+
+    def __init__(self, memory: KvMemory, check: Check, checksum: bool = False, stall_s: float = 5.0) -> None:
+        self._memory = memory
+        self._check = check
+        self._checksum = checksum
+        self._stall_s = stall_s
+        self._serving: dict[socket.socket, asyncio.Future[None]] = {}
+        self._closed = False
+
+    async def open(self) -> dict[str, object]:
+        """Return whether checksums are wanted. Raises PeerLost for a cache that the CPU cannot read."""
+        require_host(self._memory, self.name)
+        return {"checksum": self._checksum}
+
+    async def close(self) -> None:
+        """End every connection; on return nothing is read any more."""
+        self._closed = True
+        for connection in self._serving:
+            shut(connection)
+        await asyncio.gather(*self._serving.values())
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Answer the requests on `connection` until the peer leaves or stalls, then close it.
+
+        It is non-blocking, and its preamble has been read. The first request must come soon: it proves a secret.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._serving[connection] = ended
+        try:
+            if self._closed:
+                return
+            prepare(connection)
+            request = await self._request(connection, self._stall_s)
+            while True:
+                await self._answer(connection, request)
+                request = await self._request(connection, None)
+        except (PeerLost, OSError) as error:
+            log.debug("a borrower left: %s", error)
+        finally:
+            connection.close()
+            del self._serving[connection]
+            ended.set_result(None)
+
+    async def _request(self, connection: socket.socket, patience_s: float | None) -> Request:
+        """Return the next request; once it has begun it must soon be whole. Raises PeerLost."""
+        data = await receive_some(connection, SMALL_BYTES, patience_s)
+        try:
+            async with asyncio.timeout(self._stall_s):
+                while len(data) < REQUEST_HEAD.size or len(data) < self._request_bytes(data):
+                    data += await receive_some(connection, SMALL_BYTES, None)
+            return msgspec.msgpack.decode(data[REQUEST_HEAD.size :], type=Request)
+        except TimeoutError:
+            raise PeerLost("a request has not come to its end") from None
+        except msgspec.MsgspecError as error:
+            raise PeerLost(f"a request cannot be read: {error}") from None
+
+    def _request_bytes(self, data: bytes) -> int:
+        (length,) = REQUEST_HEAD.unpack_from(data)
+        if length > REQUEST_EXTRA_BYTES + 4 * self._memory.blocks:
+            raise PeerLost(f"a request of {length} bytes is longer than any may be")
+        return REQUEST_HEAD.size + int(length)
+
+    async def _answer(self, connection: socket.socket, request: Request) -> None:
+        """Send what is asked for, or why not. Raises PeerLost, in the latter case too: who is refused is left."""
+        try:
+            found = self._found(request)
+        except PeerLost as error:
+            reason = (error.message or "refused").encode()[:REASON_BYTES]
+            await send_bytes(connection, ANSWER_HEAD.pack(len(reason), 0) + reason, self._stall_s)
+            raise
+        head = np.frombuffer(ANSWER_HEAD.pack(0, found.nbytes), np.uint8)
+        checksum = Checksum() if request.checksum else None
+        await send_spans(connection, joined(whole(head), found), self._stall_s, checksum)
+        if checksum is not None:
+            await send_bytes(connection, CHECKSUM.pack(checksum.value), self._stall_s)
+
+    def _found(self, request: Request) -> Spans:
+        """Return where the blocks of `request` lie. Raises PeerLost unless they are lent to who asks."""
+        if len(request.blocks) % 4:
+            raise PeerLost("what should be block numbers is something else")
+        blocks = np.frombuffer(request.blocks, "<u4").astype(np.int64)
+        self._check(request.room, request.secret, blocks.tolist())
+        require_host(self._memory, self.name)
+        return spans(self._memory, block_numbers(self._memory, blocks))
+
+
+class TcpReach:
+    """Fetches KV from lenders wherever they are. Event-loop thread only."""
+
+    name = "tcp"
+
+    def __init__(self, mine: KvMemory, checksum: bool = False, connect_s: float = 3.0, stall_s: float = 5.0) -> None:
+        self._mine = mine
+        self._checksum = checksum
+        self._connect_s = connect_s
+        self._stall_s = stall_s
+
+    async def reach(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Path:
+        """Connect to where the ticket says, and prove its secret. Raises PeerLost."""
+        require_host(self._mine, self.name)
+        require_sound(memory, memory.nbytes)
+        require_alike(self._mine, memory)
+        try:
+            wanted = msgspec.convert(details, TcpDetails).checksum
+        except msgspec.MsgspecError as error:
+            raise PeerLost(f"the lender says something else than how to fetch: {error}") from None
+        path = TcpPath(self._mine, memory, self._checksum or wanted, self._connect_s, self._stall_s)
+        await path.fetch(ticket, (), ())
+        return path
+
+    async def close(self) -> None:
+        """Nothing is held but by paths."""
+
+
+class TcpPath:
+    """A connection to one lender, made anew after a fetch that failed. Fetches wait for each other."""
+
+    def __init__(self, mine: KvMemory, theirs: KvMemory, checksum: bool, connect_s: float, stall_s: float) -> None:
+        self._mine = mine
+        self._theirs = theirs
+        self._checksum = checksum
+        self._connect_s = connect_s
+        self._stall_s = stall_s
+        self._lock = asyncio.Lock()
+        self._connection: socket.socket | None = None
+        self._closed = False
+
+    async def fetch(self, ticket: Ticket, theirs: Sequence[int], mine: Sequence[int]) -> None:
+        """Ask for the blocks and receive them in place. Bytes are written only while this runs."""
+        source, target = block_pairs(self._theirs, theirs, self._mine, mine)
+        async with self._lock:
+            if self._closed:
+                raise PeerLost("the path to the lender is closed")
+            try:
+                if self._connection is None:
+                    self._connection = await connected(ticket.host, ticket.port, self._connect_s)
+                    await send_bytes(self._connection, DATA, self._stall_s)
+                await self._ask(self._connection, ticket, source, target)
+            except BaseException:
+                self._drop()
+                raise
+
+    def close(self) -> None:
+        """Leave the lender."""
+        self._closed = True
+        self._drop()
+
+    async def _ask(self, connection: socket.socket, ticket: Ticket, source: Numbers, target: Numbers) -> None:
+        blocks = source.astype("<u4").tobytes()
+        request = msgspec.msgpack.encode(Request(ticket.room, ticket.secret, blocks, self._checksum))
+        await send_bytes(connection, REQUEST_HEAD.pack(len(request)) + request, self._stall_s)
+        head = await receive_bytes(connection, ANSWER_HEAD.size, self._stall_s)
+        reason_bytes, nbytes = ANSWER_HEAD.unpack(head)
+        if reason_bytes:
+            reason = await receive_bytes(connection, min(reason_bytes, REASON_BYTES), self._stall_s)
+            raise PeerLost(reason.decode(errors="replace"))
+        wanted = spans(self._mine, target)
+        if nbytes != wanted.nbytes:
+            raise PeerLost(f"the lender sends {nbytes} bytes instead of {wanted.nbytes}")
+        checksum = Checksum(zlib.crc32(head)) if self._checksum else None
+        await receive_spans(connection, wanted, self._stall_s, checksum)
+        if checksum is None:
+            return
+        if CHECKSUM.unpack(await receive_bytes(connection, CHECKSUM.size, self._stall_s)) != (checksum.value,):
+            raise PeerLost("the KV has been changed on its way")
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

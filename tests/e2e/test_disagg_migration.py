@@ -1,0 +1,143 @@
+"""A request that loses its KV or its worker moves: the client's text has no gap and no repeat, or ends in an error."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from e2e.disagg_load import (
+    EXACT,
+    QUICK,
+    Answer,
+    Question,
+    ask,
+    assert_nothing_held,
+    assert_replaced,
+    letters,
+    make_questions,
+    reference,
+)
+from e2e.harness import Serve, eventually
+
+__all__ = ["letters"]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+PREFILL, DECODE = (0, 1), (2, 3)
+ROLES = {0: "prefill", 1: "prefill", 2: "decode", 3: "decode"}
+# A prompt takes long when it is computed in small steps, and there is time to break something meanwhile.
+SLOW_PREFILL = ("--torch-batch-tokens", "16")
+LONG_PROMPTS = make_questions(12, prompt=(3300, 3600), tokens=(40, 60))
+LONG_ANSWERS = make_questions(8, prompt=(50, 100), tokens=(3000, 3500))
+
+
+@pytest.fixture(scope="module")
+def texts(start_shared: Callable[..., Serve], letters: Path) -> dict[Question, str]:
+    """What one worker that does everything answers."""
+    whole = start_shared(Serve, "--model", str(letters), *EXACT, engine="torch")
+    texts = reference(whole, [*LONG_PROMPTS, *LONG_ANSWERS])
+    whole.stop()
+    return texts
+
+
+@pytest.fixture(scope="module", params=["early", "late"])
+def moving(start_shared: Callable[..., Serve], letters: Path, request: pytest.FixtureRequest) -> Iterator[Serve]:
+    """Two workers of each role."""
+    flags = (*EXACT, *QUICK, *SLOW_PREFILL, "--transfer-handoff", request.param)
+    serve = start_shared(Serve, "--model", str(letters), *flags, engine="torch", prefill=2, decode=2)
+    yield serve
+    serve.stop()
+
+
+@pytest.fixture
+def unmoving(start: Callable[..., Serve], letters: Path) -> Iterator[Serve]:
+    """Two workers of each role, and nothing moves."""
+    flags = (*EXACT, *QUICK, *SLOW_PREFILL, "--migrations", "0")
+    serve = start(Serve, "--model", str(letters), *flags, engine="torch", prefill=2, decode=2)
+    yield serve
+    serve.stop()
+
+
+class Asking:
+    """Questions that are asked at the same time, half of them for streams."""
+
+    def __init__(self, serve: Serve, questions: list[Question]) -> None:
+        self.answers: dict[Question, Answer] = {}
+        self._questions = questions
+        self._threads = [
+            threading.Thread(target=self._ask, args=(serve, question, number % 4 in (0, 3)), daemon=True)
+            for number, question in enumerate(questions)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, serve: Serve, question: Question, stream: bool) -> None:
+        self.answers[question] = ask(serve, question, stream)
+
+    def join(self) -> list[tuple[Question, Answer]]:
+        """Return how they ended."""
+        for thread in self._threads:
+            thread.join(60)
+        return [(question, self.answers[question]) for question in self._questions]
+
+
+def break_prefill(serve: Serve) -> tuple[int, Asking]:
+    """Kill a prefill worker that computes prompts for which no token has been made."""
+    asking = Asking(serve, LONG_PROMPTS)
+    victim = serve.worker(PREFILL[0])
+    eventually(lambda: serve.metric("baton_in_flight", PREFILL[0]) >= 4, what="it computes")
+    victim.kill()
+    return PREFILL[0], asking
+
+
+def break_decode(serve: Serve) -> tuple[int, Asking]:
+    """Kill a decode worker in the middle of its answers."""
+
+    def computed() -> float:
+        return sum(serve.ended("completed", worker, "prefill") for worker in PREFILL)
+
+    wanted = computed() + len(LONG_ANSWERS)
+    asking = Asking(serve, LONG_ANSWERS)
+    eventually(lambda: computed() == wanted, what="every prompt is computed")
+    victim = serve.worker(DECODE[0])
+    eventually(lambda: serve.metric("baton_in_flight", DECODE[0]) >= 3, what="it generates")
+    victim.kill()
+    return DECODE[0], asking
+
+
+@pytest.mark.parametrize("break_one", [break_prefill, break_decode])
+def test_what_was_lost_is_made_elsewhere_without_gap_or_repeat(
+    moving: Serve, texts: dict[Question, str], break_one: Callable[[Serve], tuple[int, Asking]]
+) -> None:
+    pids = {worker: moving.worker(worker).pid for worker in ROLES}
+    victim, asking = break_one(moving)
+    for question, answer in asking.join():
+        assert (answer.status, answer.problem, answer.ended) == (200, "", True)
+        assert answer.text == texts[question]
+    twin = victim ^ 1
+    done = moving.ended("completed", twin, ROLES[victim])
+    assert done > len(asking.answers) / 2, "it has done more than its own share"
+    assert_replaced(moving, victim, pids[victim], ROLES[victim])
+    assert_nothing_held(moving, prefill=2)
+
+
+def test_nothing_moves_when_it_must_not(unmoving: Serve, texts: dict[Question, str]) -> None:
+    for break_one in (break_decode, break_prefill):
+        eventually(lambda: unmoving.instances() == 4, 30, "the dead are forgotten: who is sent to them is lost")
+        pids = {worker: unmoving.worker(worker).pid for worker in ROLES}
+        victim, asking = break_one(unmoving)
+        lost = []
+        for question, answer in asking.join():
+            assert texts[question].startswith(answer.text)
+            if answer.text != texts[question]:
+                assert answer.is_error(503), answer
+                lost.append(answer)
+            else:
+                assert answer.ended
+        assert len(lost) >= 2
+        assert {answer.status for answer in lost} <= {200, 503}
+        assert_replaced(unmoving, victim, pids[victim], ROLES[victim])
+        assert_nothing_held(unmoving, prefill=2)

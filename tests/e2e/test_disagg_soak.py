@@ -1,0 +1,278 @@
+"""Thousands of requests of every kind through disaggregated workers, one in ten given up: nothing stays behind.
+
+What is counted before and after: blocks, rooms, requests in hand, connections, threads, open files, shared mappings,
+entries in /dev/shm, child processes. Memory of the second half of the run must be that of the first.
+"""
+
+import asyncio
+import collections
+import json
+import os
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+
+from baton.testing.tiny import make_tiny_model
+from e2e.disagg import PREFILL, Reading, difference, seconds_until_free
+from e2e.harness import Serve
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+MODEL = "tiny"
+REQUESTS = int(os.environ.get("SOAK_REQUESTS", "5000"))
+WARM_UP = {"early": 4000, "late": 600}  # memory grows for the first thousands of requests, and then no more
+AT_ONCE = 24
+GIVEN_UP = 0.1
+FLAGS = ("--torch-blocks", "1024", "--torch-batch-tokens", "256", "--torch-threads", "1", "--canary-s", "600")
+SAMPLES = 20  # of memory, over the run
+ANSWER_S = 60.0
+SETTLE_S = 30.0
+# A leak of 1 KiB for each request would be 2.5 MiB on a prefill worker over the second half of the run.
+GROWTH_BYTES = 2 << 20
+PREFIX = "".join(f"{number} bottles of beer on the wall, " for number in range(40))
+
+
+class Ask(NamedTuple):
+    """One request to make, and when to give it up."""
+
+    path: str
+    body: dict[str, object]
+    bad: bool  # the answer must be a 400, or such an error as the only event of a stream
+    leave_s: float | None
+
+
+class Strange(Exception):
+    """An answer that is neither a text nor the error that the request must get."""
+
+
+class Usage(NamedTuple):
+    """What a process uses of the system."""
+
+    descriptors: int
+    connections: int
+    threads: int
+    shared_mappings: int
+    children: int
+
+
+@pytest.mark.parametrize("style", ["early", "late"])
+def test_nothing_stays_behind(
+    style: str,
+    start: Callable[..., Serve],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    model = make_tiny_model(tmp_path / MODEL)
+    count = REQUESTS if style == "early" else REQUESTS // 5
+    split = start(
+        Serve, "--model", str(model), *FLAGS, "--transfer-handoff", style, engine="torch", prefill=1, decode=2
+    )
+    workers = [split.worker(number) for number in range(split.workers)]
+    chance = random.Random(7)
+    run(split, [ask(chance, style == "late") for _ in range(WARM_UP[style])], lambda _: None)
+    seconds_until_free(split, SETTLE_S)
+    before, files, rooms = settled(workers, None), shared_files(), Reading(split, PREFILL).rooms
+    memory: list[list[int]] = []
+
+    def look(done: int) -> None:
+        if done % max(1, count // SAMPLES) == 0:
+            memory.append([private_bytes(worker) for worker in workers])
+
+    began = time.monotonic()
+    tally = run(split, [ask(chance, style == "late") for _ in range(count)], look)
+    took_s = time.monotonic() - began
+    freed_s = seconds_until_free(split, SETTLE_S)
+    ended = difference(Reading(split, PREFILL).rooms, rooms)
+    after = settled(workers, before)
+    growth = [grown(series) for series in zip(*memory, strict=True)]
+    print(f"{count} requests in {took_s:.0f} s: {dict(tally)}; rooms: {ended}; free after {freed_s:.2f} s")
+    for number, series in enumerate(zip(*memory, strict=True)):
+        record_property(f"worker {number} growth KiB", growth[number] // 1024)
+        print(f"worker {number}: {before[number]} -> {after[number]}")
+        print(
+            f"  memory {growth[number] / 1024:+.0f} KiB over the second half; MiB:",
+            *(f"{mib / 2**20:.1f}" for mib in series),
+        )
+    assert ended.get("failed", 0) == ended.get("expired", 0) == 0
+    assert [worker.pid for worker in workers] == [split.worker(number).pid for number in range(split.workers)]
+    assert after == before
+    assert shared_files() == files
+    assert max(growth) < GROWTH_BYTES
+    split.stop()
+
+
+def ask(chance: random.Random, severalfold: bool) -> Ask:
+    """Make up a request; several choices are refused unless the system is one that can give them."""
+    leave_s = chance.choice((0.0, 0.01, 0.03, 0.1, 0.3)) * chance.random() if chance.random() < GIVEN_UP else None
+    prompt = chance.choice(
+        (
+            f"short {chance.random()}",
+            f"{chance.random()} long " * chance.randrange(10, 60),
+            PREFIX[: chance.randrange(200, len(PREFIX))],
+            PREFIX + str(chance.randrange(50)),
+            PREFIX[
+                : 16 * chance.randrange(1, 20) + 1
+            ],  # whole blocks and a token: decode has had it all, sooner or later
+        )
+    )
+    body: dict[str, object] = {
+        "model": MODEL,
+        "max_tokens": chance.choice((1, 2, 8, 24, 64)),
+        "temperature": chance.choice((0, 1)),
+        "stream": chance.random() < 0.5,
+    }
+    if severalfold and chance.random() < 0.2:
+        body |= {"n": 2, "temperature": 1}
+    bad = chance.random() < 0.02
+    if bad:
+        wrong = ({"max_tokens": -1}, {"max_tokens": 100_000}, {"n": 2, "temperature": 0})
+        body |= chance.choice(wrong if severalfold else (*wrong, {"n": 2, "temperature": 1}))
+    with_logprobs = chance.random() < 0.3
+    if chance.random() < 0.5:
+        body |= {"messages": [{"role": "user", "content": prompt}]}
+        body |= {"logprobs": True, "top_logprobs": 2} if with_logprobs else {}
+        return Ask("/v1/chat/completions", body, bad, leave_s)
+    body |= {"prompt": prompt}
+    body |= {"logprobs": 2} if with_logprobs else {}
+    return Ask("/v1/completions", body, bad, leave_s)
+
+
+def run(serve: Serve, asks: list[Ask], look: Callable[[int], None]) -> collections.Counter[str]:
+    """Make all the requests, some at once; call `look` after each with how many are done. Return how they ended."""
+    return asyncio.run(_run(serve, asks, look))
+
+
+async def _run(serve: Serve, asks: list[Ask], look: Callable[[int], None]) -> collections.Counter[str]:
+    tally: collections.Counter[str] = collections.Counter()
+    strange: list[str] = []
+    todo = iter(asks)
+
+    async def client() -> None:
+        for asked in todo:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    kind = await outcome(serve, asked)
+            except Strange as error:
+                kind = "strange"
+                strange.append(f"{error} for {str(asked)[:300]}")
+            except TimeoutError:
+                kind = "no answer"
+                strange.append(f"no answer for {str(asked)[:300]}")
+            tally[kind] += 1
+            look(tally.total())
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(AT_ONCE):
+            clients.create_task(client())
+    assert not strange, f"{len(strange)} of {len(asks)} ended as none should:\n" + "\n".join(strange[:20])
+    return tally
+
+
+async def outcome(serve: Serve, asked: Ask) -> str:
+    """Make one request; return how it ended. Fails for what is neither a text nor a typed error."""
+    data = json.dumps(asked.body).encode()
+    head = f"POST {asked.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", serve.port, limit=1 << 24)
+    try:
+        writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+        async with asyncio.timeout(asked.leave_s):
+            answer = await reader.read(-1)
+    except TimeoutError:
+        return "given up"
+    finally:
+        writer.transport.abort()
+    header, _, rest = answer.partition(b"\r\n\r\n")
+    try:
+        body = unchunked(rest) if b"chunked" in header.lower() else rest
+        return judged(asked, int(header.split(None, 2)[1]), body.decode())
+    except (AssertionError, LookupError, ValueError) as error:
+        raise Strange(f"{error!r}: {answer[:300]!r} ... {answer[-300:]!r}") from None
+
+
+def unchunked(data: bytes) -> bytes:
+    """Return the body of an answer in chunks. Fails if its end is missing."""
+    plain = b""
+    while True:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        if not length:
+            return plain
+        plain, data = plain + data[:length], data[length + 2 :]
+
+
+def judged(asked: Ask, status: int, text: str) -> str:
+    """Return what kind of answer it is; fail if it is not one that this request may get."""
+    if status == 400:
+        assert asked.bad
+        assert json.loads(text)["message"]
+        return "refused"
+    assert status == 200
+    if asked.body["stream"]:
+        # Not by lines as Python sees them: what a random model says may hold any separator.
+        *parts, done = (line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: "))
+        assert done == "[DONE]", "the stream does not end"
+        chunks = [json.loads(part) for part in parts]
+        errors = [chunk["error"] for chunk in chunks if "error" in chunk]
+        if asked.bad:
+            assert [error["code"] for error in errors] == [400]
+            return "refused in a stream"
+        assert not errors, "an error in the stream"
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    else:
+        choices = json.loads(text)["choices"]
+    assert not asked.bad
+    ended = {choice["index"] for choice in choices if choice.get("finish_reason") in ("stop", "length")}
+    assert len(ended) == asked.body.get("n", 1), "not every choice ends"
+    return "streamed" if asked.body["stream"] else "whole"
+
+
+def settled(workers: list[psutil.Process], wanted: list[Usage] | None) -> list[Usage]:
+    """Return what the workers use once that is what is wanted, or else does not change for a while."""
+    end = time.monotonic() + SETTLE_S
+    now = [usage(worker) for worker in workers]
+    while now != wanted and time.monotonic() < end:
+        time.sleep(2)
+        last, now = now, [usage(worker) for worker in workers]
+        if wanted is None and last == now:
+            break
+    return now
+
+
+def usage(process: psutil.Process) -> Usage:
+    """Count what a process uses."""
+    with process.oneshot():
+        return Usage(
+            process.num_fds(),
+            len(process.net_connections("all")),
+            process.num_threads(),
+            len(re.findall(r"memfd:|/dev/shm/", Path(f"/proc/{process.pid}/maps").read_text())),
+            len(process.children(recursive=True)),
+        )
+
+
+def shared_files() -> set[str]:
+    """Return the names in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+def private_bytes(process: psutil.Process) -> int:
+    """Return the memory of a process that is no file and not shared, so without the KV."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    found = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
+def grown(series: tuple[int, ...]) -> float:
+    """Return by how much the memory grew over the second half: its last quarter less the one before."""
+    quarter = len(series) // 4
+    return 2 * (statistics.median(series[-quarter:]) - statistics.median(series[-2 * quarter : -quarter]))

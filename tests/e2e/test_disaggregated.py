@@ -1,0 +1,206 @@
+"""Disaggregated answers are the aggregated ones, token for token, over every way that KV can take."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+pytest.importorskip("torch")
+
+from baton.config import Settings, cache_directory
+from baton.errors import ConfigError
+from baton.models.demo import DEMOS, prepare_demo
+from baton.testing.tiny import make_tiny_model
+from baton.transfer import nixl
+from e2e.harness import Serve, eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+MODEL = "tiny"
+# Prompts of 3,000 tokens are computed in two dozen chunks, and sent chunk by chunk.
+CHUNKED = ("--torch-batch-tokens", "128", "--torch-blocks", "1024")
+WAYS = ["shm", "tcp", "nixl", "late"]
+LONG = "".join(f"{number} bottles of beer on the wall, " for number in range(100))
+PROMPTS = {
+    "one token": "a",
+    "two tokens": "ab",
+    "a block": "0123456789abcdef",
+    "a block and a token": "0123456789abcdefg",
+    "two blocks less one": "0123456789abcdef0123456789abcde",
+    "short": "What is the capital of Japan?",
+    "a chunk": "x" * 128,
+    "chunked": LONG[:1000],
+    "long": LONG[:3000],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("models") / MODEL, seed=3))
+
+
+@pytest.fixture(scope="module")
+def whole(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
+    """An aggregated worker: what it says is right."""
+    serve = start_shared(Serve, "--model", model, *CHUNKED, engine="torch")
+    yield serve
+    serve.stop()
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def split(start_shared: Callable[..., Serve], model: str, request: pytest.FixtureRequest) -> Iterator[Serve]:
+    """A prefill and a decode worker on the same model, with one way between them."""
+    way = request.param
+    if way == "nixl" and not nixl.available():
+        pytest.skip("NIXL is not installed")
+    flags = ["--transfer-handoff", "late"] if way == "late" else ["--transfer-ways", way]
+    serve = start_shared(Serve, "--model", model, *CHUNKED, *flags, engine="torch", prefill=1, decode=1)
+    yield serve
+    assert_only_this_way(serve, "shm" if way == "late" else way)
+    serve.stop()
+
+
+def assert_only_this_way(serve: Serve, way: str) -> None:
+    """The KV took the way that it was told to take."""
+    sent = {name: serve.metric("baton_transfer_bytes_total", 1, way=name) for name in ("shm", "tcp", "nixl")}
+    assert [name for name, count in sent.items() if count] == [way]
+
+
+def handed_off_late(serve: Serve) -> bool:
+    """Whether decode is called after prefill, and not with it."""
+    return "late" in serve.process.arguments
+
+
+def complete(serve: Serve, prompt: str, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "logprobs": 3}
+    return serve.client(strict=False).completions.create(model=MODEL, prompt=prompt, **(defaults | options))
+
+
+def said(answer: Any) -> list[tuple[str, str, list[str], list[float]]]:
+    """Return the text, the end, the tokens and their log-probabilities of every choice."""
+    return [
+        (choice.text, choice.finish_reason, choice.logprobs.tokens, choice.logprobs.token_logprobs)
+        for choice in sorted(answer.choices, key=lambda choice: choice.index)
+    ]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS.keys())
+def test_the_answer_is_the_same(whole: Serve, split: Serve, prompt: str) -> None:
+    expected = said(complete(whole, prompt))
+    assert said(complete(split, prompt)) == expected
+    # Again: now both sides have the prompt's blocks, and hardly anything is sent.
+    again = complete(split, prompt)
+    assert said(again) == expected
+    assert again.usage.prompt_tokens == len(prompt)
+    assert again.usage.prompt_tokens_details.cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+def test_prompts_that_begin_alike_share_what_is_there(whole: Serve, split: Serve) -> None:
+    stem = "once upon a time, " * 20
+    for ending in ("there was a fox", "there was a river", "", "nobody was there at all, and then"):
+        assert said(complete(split, stem + ending)) == said(complete(whole, stem + ending))
+
+
+def test_a_prefix_that_decode_has_is_not_sent(split: Serve) -> None:
+    def sent(prompt: str) -> float:
+        before = split.metric("baton_transfer_bytes_total", 1)
+        complete(split, prompt)
+        return split.metric("baton_transfer_bytes_total", 1) - before
+
+    stem = "the same words as before and before and before; " * 10
+    first = sent(stem + "x" * 20)
+    assert sent(stem + "y" * 20) < first / 8
+
+
+def test_a_stream_says_the_same(whole: Serve, split: Serve) -> None:
+    expected = complete(whole, LONG[:700]).choices[0].text
+    parts = [chunk.choices[0].text for chunk in complete(split, LONG[:700], stream=True) if chunk.choices]
+    assert "".join(parts) == expected
+
+
+def test_choices_and_seeds_are_the_same(whole: Serve, split: Serve) -> None:
+    options: dict[str, Any] = {"seed": 5, "temperature": 1.0}
+    assert said(complete(split, LONG[:500], **options)) == said(complete(whole, LONG[:500], **options))
+    if not handed_off_late(split):
+        with pytest.raises(openai.BadRequestError, match="--transfer-handoff late"):
+            complete(split, LONG[:500], n=3, **options)
+        return
+    expected = said(complete(whole, LONG[:500], n=3, **options))
+    for _ in range(10):
+        assert said(complete(split, LONG[:500], n=3, **options)) == expected
+    assert len({text for text, *_ in expected}) == 3
+
+
+def test_penalties_and_stops_are_the_same(whole: Serve, split: Serve) -> None:
+    for options in (
+        {"presence_penalty": 1.5, "frequency_penalty": 1.0},
+        {"max_tokens": 1},
+        {"max_tokens": 200, "extra_body": {"min_tokens": 100}},
+    ):
+        assert said(complete(split, "count: 1 2 3 4 5", **options)) == said(
+            complete(whole, "count: 1 2 3 4 5", **options)
+        )
+
+
+def test_a_guide_is_kept(split: Serve) -> None:
+    answer = complete(split, "yes or no?", temperature=1.0, logprobs=None, extra_body={"guided_choice": ["yes", "no"]})
+    assert answer.choices[0].text in ("yes", "no")
+
+
+def test_prompt_logprobs_are_computed_by_decode(split: Serve) -> None:
+    """They cannot be received: the decode worker lets the prefill go and computes the prompt itself."""
+    cancelled = split.metric("baton_rooms_total", 0, end="cancelled")
+    answer = complete(split, LONG[:300], extra_body={"prompt_logprobs": 1})
+    assert said(answer) == said(complete(split, LONG[:300]))
+    assert split.metric("baton_rooms_total", 0, end="cancelled") == cancelled + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"prompt": "x" * 5000}, 400, "context"),
+        ({"prompt": "x", "max_tokens": 100_000}, 400, "max_tokens"),
+        ({"prompt": "x", "logprobs": 500}, 400, ""),
+        ({"prompt": []}, 400, ""),
+    ],
+)
+def test_bad_input_is_refused_with_the_reason(split: Serve, body: dict[str, Any], status: int, words: str) -> None:
+    got, text = split.post("/v1/completions", {"model": MODEL, "max_tokens": 4, **body})
+    assert got == status, text
+    assert words in text
+    split.assert_quiet()
+
+
+def test_nothing_is_left_when_it_is_over(split: Serve) -> None:
+    split.assert_quiet()
+    eventually(lambda: split.metric("baton_rooms", 0) == 0, what="no room is open")
+    assert split.metric("baton_rooms_total", 0, end="expired") == 0
+    assert split.metric("baton_rooms_total", 0, end="failed") == 0
+
+
+@pytest.mark.slow
+def test_a_real_model_says_the_same(start: Callable[..., Serve]) -> None:
+    try:
+        prepare_demo(DEMOS["smollm2"], cache_directory(Settings()) / "models")
+    except ConfigError as error:
+        pytest.skip(error.message)
+    alone = start(Serve, engine="torch")
+    both = start(Serve, engine="torch", prefill=1, decode=1)
+    questions = ["What is the capital of Japan?", "Tell me of a fox and a river. " * 40]
+    for question in questions:
+        answers = [
+            serve.client().chat.completions.create(
+                model="smollm2",
+                messages=[{"role": "user", "content": question}],
+                temperature=0.0,
+                max_tokens=48,
+                logprobs=True,
+                top_logprobs=2,
+            )
+            for serve in (alone, both, both)
+        ]
+        texts = {answer.choices[0].message.content for answer in answers}
+        assert len(texts) == 1
+        assert len({str(answer.choices[0].logprobs) for answer in answers}) == 1
+        assert question != questions[0] or "Tokyo" in texts.pop()

@@ -1,0 +1,24 @@
+"""A supervised process is known from the moment that it exists."""
+
+import asyncio
+from pathlib import Path
+
+from baton.testing import run_bounded
+from baton.topology.process import Process
+
+
+def test_a_start_that_is_cancelled_loses_no_process(tmp_path: Path) -> None:
+    async def body() -> None:
+        process = Process("one", "--version", {}, tmp_path, tmp_path / "one.log")
+        try:
+            for turns in range(6):
+                starting = asyncio.create_task(process.start(10))
+                for _ in range(turns + 1):
+                    await asyncio.sleep(0)
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                assert await process.wait() == 0, "it is known, and can be waited for"
+        finally:
+            process.close()
+
+    run_bounded(body(), 60)
