@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: serve test test-fast check docs bench bench-path bench-engine bench-engine-peers cluster-packages clean
+.PHONY: serve test test-fast check docs bench bench-path bench-engine bench-disagg bench-engine-peers cluster-packages clean
 
 serve: $(STAMP)
 	$(BIN)/baton serve $(ARGS)
@@ -26,13 +26,16 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m baton.docs
 
-bench: bench-path bench-engine
+bench: bench-path bench-engine bench-disagg
 
 bench-path: $(STAMP)
 	$(BIN)/python -m baton.bench.path $(ARGS)
 
 bench-engine: $(STAMP)
 	$(BIN)/python -m baton.bench.engine $(ARGS)
+
+bench-disagg: $(STAMP)
+	$(BIN)/python -m baton.bench.disagg $(ARGS)
 
 # Other engines to compare with, each in an environment of its own under .bench/ (4.4 GB).
 bench-engine-peers:

@@ -42,7 +42,7 @@ STEPS = ("--torch-max-running", "1", "--torch-batch-tokens", "32", "--torch-thre
 QUIET = ("--canary-s", "600")
 CLAIM_S = 3.0
 LATE = ("--transfer-handoff", "late", "--transfer-ways", "tcp", "--transfer-claim-s", str(CLAIM_S))
-LONG_TOKENS = 2000  # seconds of prefill
+LONG_TOKENS = 3000  # seconds of prefill
 SHORT_TOKENS = 20
 FREE_S = 5.0  # asserted; measured is what the report says
 PREFILL_S = 60.0
@@ -192,14 +192,12 @@ def test_leaving_a_late_prefill_frees_both_workers_once_it_is_computed(late: Ser
     ended, before, decode = rooms(late), Reading(late, PREFILL), Reading(late, DECODE)
     with late.open(COMPLETIONS, asking(LONG_TOKENS // 2)):
         eventually(lambda: prefilling(late), what="the request is in prefill")
-    left = time.monotonic()
     computed = lambda: (  # noqa: E731 - a name for what is waited for
         Reading(late, PREFILL).ended("prefill", "completed") > before.ended("prefill", "completed")
     )
     note("left in a late prefill, computed after", seconds_until(computed, PREFILL_S, lambda: held(late)))
     took_s = seconds_until_free(late, CLAIM_S + FREE_S)
     note("... and freed after another", took_s)
-    assert time.monotonic() - left > 0.3, "it should have been computed to its end"
     # Decode is called all the same, and told to stop a moment later; now and then it has the KV by then.
     assert difference(rooms(late), ended) in ({"cancelled": 1}, {"expired": 1}, {"done": 1})
     assert Reading(late, DECODE).ended("decode", "completed") == decode.ended("decode", "completed")
@@ -209,7 +207,7 @@ def test_leaving_a_late_prefill_frees_both_workers_once_it_is_computed(late: Ser
 def test_leaving_the_queue_of_late_prefills_frees_everything(late: Serve, note: Note) -> None:
     ended = rooms(late)
     connections = [late.open(COMPLETIONS, asking(LONG_TOKENS // 8)) for _ in range(4)]
-    eventually(lambda: prefilling(late, waiting=3), what="one is computed and three wait")
+    eventually(lambda: Reading(late, PREFILL).held.get("in_flight") == 4, what="one is computed and three wait")
     for connection in connections:
         connection.close()
     assert_serves(late)
@@ -377,7 +375,9 @@ def test_a_worker_that_is_told_to_stop_leaves_the_other_nothing(
 ) -> None:
     serve = brief(*(LATE if style == "late" else ()), "--migrations", "0")
     other = 1 - victim
-    asked = Asked(serve, asking(LONG_TOKENS) if phase == "prefill" else asking(SHORT_TOKENS, 2000))
+    asked = Asked(
+        serve, asking(LONG_TOKENS) if phase == "prefill" else asking(SHORT_TOKENS, 600 if victim == PREFILL else 2000)
+    )
     if phase == "prefill":
         eventually(lambda: prefilling(serve), what="the request is in prefill")
     else:

@@ -303,6 +303,18 @@ def test_who_waits_for_a_prefill_that_is_refused_is_told() -> None:
     run_bounded(body())
 
 
+def test_a_decode_worker_that_left_before_the_room_was_there_fails_nothing() -> None:
+    async def body() -> None:
+        bench = Bench(ScriptedEngine(PREFILL), FakeLender(Cancelled("it has left")))
+        [chunk] = await collect(bench.prefill.generate(request(), bench.context))
+        assert chunk.disaggregated_params == {}
+        assert chunk.finish_reason is FinishReason.LENGTH
+        assert bench.freed()
+        assert bench.ended() is State.CANCELLED
+
+    run_bounded(body())
+
+
 def test_a_room_without_a_secret_is_refused() -> None:
     async def body() -> None:
         bench = Bench(ScriptedEngine(PREFILL))

@@ -264,6 +264,11 @@ async def run(told: list[Told], ways: Sequence[str], repeats: int, largest: int)
     return cells
 
 
+def ways_here() -> list[str]:
+    """The ways that can be measured on this machine."""
+    return [way for way in ("shm", "tcp", "nixl") if way != "nixl" or nixl.available()]
+
+
 def measure(ways: Sequence[str], repeats: int, largest: int = sys.maxsize) -> TransferResults:
     """Run everything and return the cells."""
     began, busy = time.monotonic(), busy_core_s()
@@ -303,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     # Leaving by exception stops the lender.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    ways = [way for way in options.ways.split(",") if way != "nixl" or nixl.available()]
+    ways = [way for way in options.ways.split(",") if way in ways_here()]
     results = measure(ways, options.repeats, options.largest_mib << 20)
     print(to_table(results))
     print(

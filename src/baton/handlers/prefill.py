@@ -51,7 +51,7 @@ class PrefillHandler:
         except (_NotWanted, _NotTaken):
             # The decode worker knows, or is gone, and the frontend acts on that. To fail here too would fail the next
             # attempt, which may be at this worker already.
-            yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(prompt, 0))
+            yield Chunk([], disaggregated_params={}, finish_reason=FinishReason.LENGTH, usage=Usage(prompt, 0))
         except BatonError as error:
             if ticket is not None:
                 self._lender.refuse(ticket, error)
@@ -153,7 +153,10 @@ class _Early(_Lending):
 
     def begin(self) -> list[Chunk]:
         """Open the room."""
-        self.lease = self._lender.lend(self._ticket, self._call.prompt_tokens)
+        try:
+            self.lease = self._lender.lend(self._ticket, self._call.prompt_tokens)
+        except Cancelled as error:
+            raise _NotWanted(error.message) from None
         self.lease.on_lost(self._lost)
         # Both sides have the ticket already; a prefill without parameters would be a failure to the frontend.
         return [Chunk([], disaggregated_params={})]
