@@ -15,6 +15,7 @@ import re
 import shutil
 import tempfile
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ import uvloop
 from tokenizers import Tokenizer
 
 from baton.bench import transfer
-from baton.bench.disagg_client import Timed, ask, leave, request_bytes
+from baton.bench.disagg_client import HOST, Timed, ask, leave, request_bytes
 from baton.bench.disagg_report import Cell, DisaggResults, to_markdown
 from baton.bench.engine_prompts import make_prompt
 from baton.bench.path import busy_core_s
@@ -40,11 +41,12 @@ from baton.testing.tiny import make_tiny_model
 SYSTEMS = {"aggregated": ("--workers", "2"), "disaggregated": ("--prefill", "1", "--decode", "1")}
 ALONE_TOKENS, ALONE_ANSWER = 1000, 16
 STREAMS, SHORT_TOKENS, SHORT_ANSWER = 4, 32, 200
-LONG_TOKENS, LONG_EVERY_S = 2000, 4.0
+LONG_TOKENS, LONG_PAUSE_S = 2000, 1.0
 CANCEL_TOKENS, CANCEL_STEP = 3000, 16
 START_S = 120.0
 RESULTS = Path("bench/results")
 ENDED = re.compile(r"^(\S+ \S+) INFO baton\.request \S+ (prefill|decode) .* trace=(\S+)", re.MULTILINE)
+FETCHED = re.compile(r"^baton_transfer_seconds_total{.*} (\S+)$", re.MULTILINE)
 
 Encode = Callable[[str], list[int]]
 
@@ -52,9 +54,16 @@ Encode = Callable[[str], list[int]]
 class Site:
     """One `baton serve` that runs."""
 
-    def __init__(self, port: int, logs: Path) -> None:
+    def __init__(self, port: int, decode_port: int, logs: Path) -> None:
         self.port = port
         self.logs = logs
+        self._decode_port = decode_port
+
+    def fetch_s(self) -> float:
+        """Seconds that the second worker, which decodes where one does that alone, has spent fetching KV."""
+        with urllib.request.urlopen(f"http://{HOST}:{self._decode_port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        return sum(map(float, FETCHED.findall(text)))
 
     def ends(self, trace_id: str) -> dict[str, float]:
         """When each worker was done with a request, by the clock on the wall, by role."""
@@ -71,11 +80,11 @@ def serving(model: Path, name: str, flags: Sequence[str]) -> Iterator[Site]:
     """Run `baton serve` and stop it at the end."""
     work_dir = Path(tempfile.mkdtemp(prefix="baton-bench-disagg-"))
     port = free_port()
-    common = ("--model", str(model), "--name", name, "--port", str(port), "--log-dir", str(work_dir / "logs"))
-    process = start(Launch(("baton", "serve", *common, *flags), {}), work_dir)
+    places = ("--port", str(port), "--system-port", str(port + 1), "--log-dir", str(work_dir / "logs"))
+    process = start(Launch(("baton", "serve", "--model", str(model), "--name", name, *places, *flags), {}), work_dir)
     try:
         _await_ready(process, work_dir / "log")
-        yield Site(port, work_dir / "logs")
+        yield Site(port, port + 2, work_dir / "logs")
     finally:
         stop([process])
         shutil.rmtree(work_dir, ignore_errors=True)
@@ -110,7 +119,7 @@ async def measure_alone(site: Site, prompts: Prompts, count: int) -> list[Timed]
 
 
 async def measure_mixed(site: Site, prompts: Prompts, seconds: float, long: bool) -> tuple[list[Timed], list[Timed]]:
-    """Streams that decode all the time, and with `long` a long prompt now and then; return the answers of both."""
+    """Streams that decode all the time, and with `long` one long prompt after the other; return the answers of both."""
     stop_at = time.perf_counter() + seconds
     shorts: list[Timed] = []
     longs: list[Timed] = []
@@ -120,8 +129,8 @@ async def measure_mixed(site: Site, prompts: Prompts, seconds: float, long: bool
             shorts.append(await ask(site.port, request_bytes("smollm2", prompts.make(SHORT_TOKENS), SHORT_ANSWER)))
 
     async def arrive() -> None:
-        while long and time.perf_counter() + LONG_EVERY_S < stop_at:
-            await asyncio.sleep(LONG_EVERY_S)
+        while long and time.perf_counter() < stop_at:
+            await asyncio.sleep(LONG_PAUSE_S)
             longs.append(await ask(site.port, request_bytes("smollm2", prompts.make(LONG_TOKENS), 1)))
 
     await asyncio.gather(*(stream() for _ in range(STREAMS)), arrive())
@@ -148,7 +157,9 @@ def run_round(number: int, model: Path, encode: Encode, options: argparse.Namesp
         prompts = Prompts(encode, number + 1)
         with serving(model, "smollm2", SYSTEMS[system]) as site:
             before, began = busy_core_s(), time.monotonic()
+            fetched = site.fetch_s()
             alone = uvloop.run(measure_alone(site, prompts, options.requests))
+            fetched = (site.fetch_s() - fetched) / (options.requests + 1)
             undisturbed, _ = uvloop.run(measure_mixed(site, prompts, options.seconds / 2, long=False))
             mixed, longs = uvloop.run(measure_mixed(site, prompts, options.seconds, long=True))
             busy = (busy_core_s() - before) / (time.monotonic() - began)
@@ -156,6 +167,7 @@ def run_round(number: int, model: Path, encode: Encode, options: argparse.Namesp
             system=system,
             round=number,
             first_s=[answer.first_s for answer in alone],
+            fetch_s=fetched,
             alone_gaps_s=[gap for answer in alone for gap in answer.gaps_s],
             undisturbed_gaps_s=[gap for answer in undisturbed for gap in answer.gaps_s],
             mixed_gaps_s=[gap for answer in mixed for gap in answer.gaps_s],

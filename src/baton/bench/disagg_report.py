@@ -19,6 +19,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     first_s: list[float]
     """To the first token of a request that is alone."""
     alone_gaps_s: list[float]
+    fetch_s: float
+    """What a decode worker took to fetch the KV of one such request; 0 where nothing is fetched."""
     undisturbed_gaps_s: list[float]
     """Between the tokens of streams that decode together, with no long prompt in sight."""
     mixed_gaps_s: list[float]
@@ -71,8 +73,8 @@ def to_markdown(results: DisaggResults) -> str:
         "",
         "SmolLM2-135M in bfloat16, one core for each worker. Aggregated: two workers, each doing both. Disaggregated:"
         " one prefill and one decode worker. Alone: prompts of 1,000 tokens, one at a time. With long prompts: 4"
-        " streams of short prompts and 200 tokens each, while a prompt of 2,000 tokens comes in every 4 s."
-        f" Milliseconds; the median of the rounds, with the least and the most."
+        " streams of short prompts and 200 tokens each, while prompts of 2,000 tokens come in, each a second after the"
+        f" last. Milliseconds; the median of the rounds, with the least and the most."
         f" At most {busy:.1f} cores were busy, the load's included.",
         "",
         table(["", "aggregated", "disaggregated", "ratio"], [row(results.cells, name) for name in MEASURES]),
@@ -112,9 +114,14 @@ def added(cells: Sequence[Cell]) -> str:
     measure = MEASURES["first token alone, p50"]
     whole, split = (by_round(cells, system, measure) for system in ("aggregated", "disaggregated"))
     shares = [(split[number] - whole[number]) / whole[number] * 100 for number in whole if number in split]
+    later = [split[number] - whole[number] for number in whole if number in split]
+    fetch = by_round(cells, "disaggregated", lambda cell: cell.fetch_s)
+    step = by_round(cells, "disaggregated", MEASURES["gap alone, p50"])
+    fetching, making = spread([*fetch.values()]), spread([*step.values()])
     return (
-        f"The first token of a prompt of 1,000 tokens comes {spread(shares, 1)} % later than from one worker"
-        " that does both, in the same round."
+        f"The first token of a prompt of 1,000 tokens comes {spread(shares)} % later than from one worker that does"
+        f" both, in the same round: {spread(later)} ms. Fetching the KV takes {fetching} ms of that, and the step in"
+        f" which the decode worker makes the token {making} ms; the rest is messages between four processes, and noise."
     )
 
 
