@@ -124,7 +124,7 @@ def _read_whole(status: int, content: str) -> tuple[str, bool, int, str]:
 
 def _read_stream(status: int, content: str) -> tuple[str, bool, int, str]:
     parts, reasons, code, problem = [], [], 0, ""
-    events = [line.removeprefix("data: ") for line in content.splitlines() if line.startswith("data: ")]
+    events = [line.removeprefix("data: ") for line in content.split("\n") if line.startswith("data: ")]
     for event in events[:-1]:
         chunk = json.loads(event)
         if "error" in chunk:

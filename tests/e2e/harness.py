@@ -390,7 +390,7 @@ def fetch(url: str, body: bytes | None = None) -> tuple[int, str]:
 def events(text: str) -> Iterator[tuple[str, str]]:
     """Yield (event, data) of every server-sent event in `text`; the event is "message" where none is named."""
     for block in text.split("\n\n"):
-        fields = [line.partition(":") for line in block.splitlines() if line and not line.startswith(":")]
+        fields = [line.partition(":") for line in block.split("\n") if line and not line.startswith(":")]
         data = "\n".join(value.strip() for name, _, value in fields if name == "data")
         if fields:
             yield next((value.strip() for name, _, value in fields if name == "event"), "message"), data

@@ -319,6 +319,24 @@ def test_a_ticket_can_be_declined_after_the_prefill_has_begun() -> None:
     run_bounded(body())
 
 
+def test_the_last_words_of_a_borrower_that_hangs_up_are_heard() -> None:
+    """They are said in one breath with the claim, and the lender answers the claim before it reads on."""
+
+    async def body() -> None:
+        async with pair() as it:
+            for room in range(50):
+                lease = it.lender.lend(it.ticket(room), 16)
+                lease.computed(KvComputed(tuple(range(BLOCKS)), True))
+                loan = it.borrow(room)
+                await eventually(lambda loan=loan: loan._claimed, every_s=0)
+                await loan.close()
+                with pytest.raises(Cancelled):
+                    await lease.ended()
+            assert it.lender.rooms.ended == {"done": 0, "failed": 0, "expired": 0, "cancelled": 50}
+
+    run_bounded(body())
+
+
 def test_a_lender_that_leaves_is_noticed() -> None:
     async def body() -> None:
         async with pair() as it:
