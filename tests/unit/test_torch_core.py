@@ -27,6 +27,7 @@ class PlannedRunner:
 
     def __init__(self) -> None:
         self.blocks = 32
+        self.device = SimpleNamespace(type="cpu")
         self.weights_arena = self.kv_arena = SimpleNamespace(released=False)
         self.failing = False
         self.settled = 0

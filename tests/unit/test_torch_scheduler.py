@@ -8,7 +8,7 @@ from baton.block_hash import block_hashes
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.handover import newly_final, to_be_filled
 from baton.engines.torch.plan import SamplingDefaults, make_plan
-from baton.engines.torch.scheduler import Batch, Chunk, Scheduler
+from baton.engines.torch.scheduler import PROMPTS_AT_ONCE, Batch, Chunk, Scheduler
 from baton.engines.torch.sequence import Phase, Sequence
 from baton.ports.engine import Work
 from baton.protocol.events import KvCleared, KvRemoved, KvStored
@@ -71,6 +71,52 @@ def test_a_long_prompt_is_cut_into_chunks_and_decodes_go_on_beside_it() -> None:
     second = scheduler.schedule()
     assert [chunk.sequence for chunk in second.decodes] == [short]
     assert [(chunk.sequence, chunk.start, chunk.length) for chunk in second.prefills] == [(long, 5, 7)]
+
+
+def lengths(scheduler: Scheduler, *sequences: Sequence) -> list[int]:
+    """Make a step; return how many tokens of each sequence were in it."""
+    batch = scheduler.schedule()
+    run(scheduler, batch)
+    chosen = {chunk.sequence: chunk.length for chunk in (*batch.prefills, *batch.decodes)}
+    return [chosen.get(sequence, 0) for sequence in sequences]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_which_goes_on_all_the_same() -> None:
+    scheduler = make_scheduler(blocks=64, batch_tokens=16)
+    long = make_sequence(tuple(range(60)), 0)
+    scheduler.add(long)
+    assert lengths(scheduler, long) == [16]
+    others = [make_sequence(tuple(range(100, 112)), number) for number in (1, 2)]
+    for sequence in others:
+        scheduler.add(sequence)
+    assert lengths(scheduler, long, *others) == [4, 12, 0]
+    assert lengths(scheduler, long, *others) == [3, 1, 12], "who decodes comes before all prompts"
+
+
+def test_of_prompts_that_are_alike_the_first_to_come_is_the_first_to_be_done() -> None:
+    scheduler = make_scheduler(blocks=64, batch_tokens=16)
+    first, second = (make_sequence(tuple(range(start, start + 24)), start) for start in (0, 100))
+    scheduler.add(first)
+    scheduler.add(second)
+    assert lengths(scheduler, first, second) == [16, 0]
+    assert lengths(scheduler, first, second) == [8, 8]
+
+
+def test_a_prompt_of_higher_priority_goes_before_shorter_ones() -> None:
+    scheduler = make_scheduler(blocks=64, batch_tokens=16)
+    short, urgent = make_sequence(tuple(range(20)), 0), make_sequence(tuple(range(100, 140)), 1, priority=1)
+    scheduler.add(short)
+    scheduler.add(urgent)
+    assert lengths(scheduler, short, urgent) == [0, 16]
+
+
+def test_only_a_few_prompts_are_begun_at_a_time() -> None:
+    scheduler = make_scheduler(blocks=1024, max_running=64, batch_tokens=64)
+    prompts = [make_sequence(tuple(range(number * 50, number * 50 + 50)), number) for number in range(20)]
+    for sequence in prompts:
+        scheduler.add(sequence)
+    scheduler.schedule()
+    assert len(scheduler.running) == PROMPTS_AT_ONCE
 
 
 def test_a_prompt_seen_before_is_not_computed_again_but_for_its_last_token() -> None:

@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cancels=run_cancel(encode, options),
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "disagg.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    (options.out / "disagg.json").write_bytes(msgspec.json.encode(results))
     text = to_markdown(results)
     (options.out / "disagg.md").write_text(text)
     print(text)

@@ -5,11 +5,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import msgspec
 
 HOST = "127.0.0.1"
 ANSWER_S = 120.0
+DIGITS = 5
 DATA = b"data: "
 DONE = b"data: [DONE]"
 
@@ -26,11 +28,11 @@ class Timed(msgspec.Struct, frozen=True):
 
     @property
     def first_s(self) -> float:
-        return self.events[0] - self.asked_at
+        return round(self.events[0] - self.asked_at, DIGITS)
 
     @property
     def gaps_s(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.events, self.events[1:], strict=False)]
+        return [round(later - earlier, DIGITS) for earlier, later in pairwise(self.events)]
 
 
 def request_bytes(model: str, prompt: Sequence[int], tokens: int, trace_id: str = "") -> bytes:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.controls import Controls
 from baton.engines.torch.handover import newly_final, to_be_filled
-from baton.engines.torch.options import TorchOptions
+from baton.engines.torch.options import TorchOptions, step_tokens
 from baton.engines.torch.plan import finish_of
 from baton.engines.torch.runner import Runner
 from baton.engines.torch.sampler import Sampled
@@ -64,7 +64,8 @@ class Core:
     def __init__(self, runner: Runner, options: TorchOptions) -> None:
         self.runner = runner
         pool = BlockPool(runner.blocks, options.block)
-        self.scheduler = Scheduler(pool, options.max_running, options.batch_tokens, options.prefix_reuse)
+        budget = step_tokens(options, runner.device.type)
+        self.scheduler = Scheduler(pool, options.max_running, budget, options.prefix_reuse)
         self.steps = 0
         self.running = 0
         self._controls = Controls(self)

@@ -21,6 +21,7 @@ LOAD_INTERVAL_S = 0.25
 STOP_S = 10.0
 # Drawn at once, to be sorted by length: enough to sort, little enough that a newcomer does not wait long.
 BATCHES_AT_ONCE = 2
+BATCH_TOKENS = 1024
 MAX_RUNNING = 1024
 
 Vectors = list["array[float]"]
@@ -31,6 +32,7 @@ class TorchEmbedder:
 
     def __init__(self, options: TorchOptions, directory: Path, name: str) -> None:
         self._options = options
+        self._batch_tokens = options.batch_tokens or BATCH_TOKENS
         self._directory = directory
         self._name = name
         self._vocabulary = 0
@@ -155,7 +157,7 @@ class TorchEmbedder:
             encoder = Encoder(self._options, self._directory, layout)
             _call(loop, _settle, started, encoder.size)
             while pieces := self._draw():
-                for batch in batches(pieces, self._options.batch_tokens):
+                for batch in batches(pieces, self._batch_tokens):
                     self._embed(encoder, batch, loop)
         except BaseException as error:  # noqa: BLE001 - told to those who wait; the thread has nobody to raise to
             problem = error if isinstance(error, BatonError) else EngineDead(f"the embedder failed: {error!r}")
@@ -166,7 +168,7 @@ class TorchEmbedder:
         """Wait for inputs; return some of them, or none when the engine stops."""
         with self._changed:
             while not self._closing:
-                if pieces := draw(self._tickets, BATCHES_AT_ONCE * self._options.batch_tokens):
+                if pieces := draw(self._tickets, BATCHES_AT_ONCE * self._batch_tokens):
                     return pieces
                 self._changed.wait()
             return []

@@ -24,8 +24,11 @@ class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
     )
     max_running: Annotated[int, Meta(ge=1, le=4096, description="choices that run at once; others wait")] = 64
     batch_tokens: Annotated[
-        int, Meta(ge=1, description="most tokens in one step; longer prompts are cut into chunks")
-    ] = 1024
+        int,
+        Meta(
+            ge=0, description="most tokens in one step; longer prompts are cut into chunks; 0 is what suits the device"
+        ),
+    ] = 0
     prefix_reuse: Annotated[
         bool, Meta(description="keep the blocks of finished requests for prompts that begin alike")
     ] = True
@@ -33,3 +36,11 @@ class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="compute on a CPU with the compiled step, where a C++ compiler is found")
     ] = True
     spill_dir: Annotated[str, Meta(description="where released weights wait on disk")] = "~/.cache/baton/spill"
+
+
+def step_tokens(options: TorchOptions, device: str) -> int:
+    """Return the most tokens in one step.
+
+    A long step holds up whatever decodes beside it. A CPU is as fast with short ones; a GPU is not.
+    """
+    return options.batch_tokens or (256 if device == "cpu" else 2048)

@@ -1,6 +1,7 @@
 """What the next step computes: continuous batching, chunked prefill, priorities, preemption. Pure and synchronous.
 
-Every step, sequences that decode get one token each; what is left of the token budget goes to prompts, oldest first.
+Every step, sequences that decode get one token each; what is left of the token budget goes to prompts, mostly to the
+shortest first.
 When blocks run out the sequence that ranks last gives its own up, goes back to the queue and is computed again later.
 The queue is strict: nobody overtakes its head, so nobody starves but by priority.
 
@@ -18,6 +19,8 @@ from typing import NamedTuple
 
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.sequence import Phase, Sequence
+
+PROMPTS_AT_ONCE = 8
 
 _NEVER = sys.maxsize
 
@@ -109,13 +112,12 @@ class Scheduler:
         """Choose the next step, with blocks for all of it; it may be empty."""
         chosen: dict[Sequence, Chunk] = {}
         budget = self._batch_tokens
-        for decoding in (True, False):
-            for sequence in tuple(self.running):
-                if budget and sequence.phase is Phase.RUNNING and (sequence.pending == 1) is decoding:
-                    budget -= self._choose(sequence, budget, chosen)
-        while budget and self.waiting and self._admit(head := self.waiting[0], chosen):
-            if head.phase is Phase.RUNNING:
-                budget -= self._choose(head, budget, chosen)
+        for sequence in tuple(self.running):
+            if budget and sequence.phase is Phase.RUNNING and sequence.pending == 1:
+                budget -= self._choose(sequence, budget, chosen)
+        if budget:
+            for sequence, share in _shares(self._prompts(budget, chosen), budget).items():
+                self._choose(sequence, share, chosen)
         self.blocked = not chosen
         decodes = [chunk for chunk in chosen.values() if chunk.length == 1 and chunk.last]
         prefills = [chunk for chunk in chosen.values() if not (chunk.length == 1 and chunk.last)]
@@ -155,6 +157,14 @@ class Scheduler:
                 return 0
         chosen[sequence] = Chunk(sequence, sequence.computed, length)
         return length
+
+    def _prompts(self, budget: int, chosen: dict[Sequence, Chunk]) -> list[Sequence]:
+        """Return what there is to compute beside what decodes, in order of rank; let more in while that is little."""
+        while True:
+            prompts = [one for one in self.running if one.phase is Phase.RUNNING and one not in chosen]
+            enough = len(prompts) >= PROMPTS_AT_ONCE and sum(one.pending for one in prompts) >= budget
+            if enough or not self.waiting or not self._admit(self.waiting[0], chosen):
+                return prompts
 
     def _admit(self, sequence: Sequence, chosen: dict[Sequence, Chunk]) -> bool:
         """Let the head of the queue run or receive, if it may; one of lower priority makes room for it."""
@@ -222,6 +232,23 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.blocks)
         sequence.blocks = []
+
+
+def _shares(prompts: list[Sequence], budget: int) -> dict[Sequence, int]:
+    """Divide a step among prompts: a quarter for the first in rank, so that nobody starves, the rest to the shortest
+    first, so that a short prompt does not wait for a long one."""
+    shares = dict.fromkeys(prompts, 0)
+    for prompt, most in [(one, max(1, budget // 4)) for one in prompts[:1]] + [
+        (one, budget) for one in sorted(prompts, key=_urgency)
+    ]:
+        share = min(prompt.pending - shares[prompt], most, budget)
+        shares[prompt] += share
+        budget -= share
+    return {prompt: share for prompt, share in shares.items() if share}
+
+
+def _urgency(sequence: Sequence) -> tuple[int, int]:
+    return (-sequence.work.priority, sequence.pending)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
