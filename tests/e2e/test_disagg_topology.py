@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("torch")
 
-from baton.transfer import nixl
 from e2e.disagg_load import (
     EXACT,
     Apart,
@@ -116,20 +115,6 @@ def test_a_worker_joins_and_leaves_under_load_and_nobody_notices(
         load.flow()
     assert load.bad() == []
     assert_nothing_held(serve, prefill=1)
-
-
-@pytest.mark.parametrize("way", ["shm", "tcp", "nixl"])
-def test_kv_takes_the_way_that_it_is_told_to_take(
-    serve: Serve, texts: dict[Question, str], way: str, tmp_path: Path
-) -> None:
-    if way == "nixl" and not nixl.available():
-        pytest.skip("NIXL is not installed")
-    with joined(serve, "decode", tmp_path / "joined.log", "--transfer-ways", way) as worker:
-        for question, text in texts.items():
-            assert ask(serve, question, stream=False).text == text
-        assert worker.completed() >= len(texts) // 3
-        sent = {name: worker.metric("baton_transfer_bytes_total", way=name) for name in ("shm", "tcp", "nixl")}
-        assert [name for name, count in sent.items() if count] == [way]
 
 
 def test_ways_that_do_not_meet_are_named(start: Callable[..., Apart], letters: Path) -> None:
