@@ -22,6 +22,7 @@ from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.transfer import wire
 from e2e.disagg_load import (
+    BOUND_S,
     EXACT,
     QUICK,
     Load,
@@ -44,6 +45,7 @@ __all__ = ["letters"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 FREEZES = 5
+CALM = 8
 CLIENTS = 10
 PREFILL, DECODE = (0, 1), (2, 3)
 
@@ -119,6 +121,21 @@ def pair(start_shared: Callable[..., Serve], letters: Path, tmp_path_factory: py
     serve = start_shared(Serve, "--model", str(letters), *EXACT, *QUICK, *flags, engine="torch", prefill=1, decode=1)
     yield Pair(serve, port, directory)
     serve.stop()
+
+
+@pytest.fixture(autouse=True)
+def calm(request: pytest.FixtureRequest) -> None:
+    """What the test before has broken is over: the frontend leaves a lone worker alone for seconds after a failure."""
+    if "pair" not in request.fixturenames:
+        return
+    pair: Pair = request.getfixturevalue("pair")
+    texts: dict[Question, str] = request.getfixturevalue("texts")
+    questions = list(texts)[:CALM]
+    eventually(
+        lambda: all(ask(pair.serve, question, stream=False).text == texts[question] for question in questions),
+        BOUND_S,
+        "everything is answered again",
+    )
 
 
 @pytest.mark.parametrize("worker", [0, 1], ids=["prefill", "decode"])
@@ -297,7 +314,7 @@ def test_a_room_that_nobody_comes_to_expires(pair: Pair, texts: dict[Question, s
         asyncio.run(asyncio.wait_for(visits(), 60))
         load.flow(4)
     assert load.bad() == []
-    assert pair.ended("expired") == expired + 1
+    assert pair.ended("expired") > expired
     assert_nothing_held(pair.serve, prefill=1)
 
 
