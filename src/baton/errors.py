@@ -41,6 +41,13 @@ class Unsupported(InvalidRequest):
     code = "unsupported"
 
 
+class Conflict(InvalidRequest):
+    """What is asked contradicts what holds now, and can be right later; nothing has changed."""
+
+    code = "conflict"
+    status = 409
+
+
 class Cancelled(BatonError):
     """The client left or asked to stop."""
 

@@ -13,11 +13,12 @@ from baton.handlers.decode import DecodeHandler
 from baton.handlers.embed import EmbedHandler
 from baton.handlers.prefill import PrefillHandler
 from baton.handlers.text import TextHandler
+from baton.handlers.trial import TrialHandler
 from baton.health.canary import Probe
 from baton.models.tokenizer import HubTokenizer, PassageTokenizer
 from baton.ports.engine import Capabilities, Engine, EngineInfo, HandoffStyle
 from baton.ports.runtime import ModelCard, Service
-from baton.ports.transfer import KvMemory, KvShape
+from baton.ports.transfer import KvShape
 from baton.protocol.codec import decode_request, encode_chunk
 from baton.protocol.embeddings import EmbedRequest, TokenLists, decode_embed, encode_embeddings
 from baton.protocol.requests import GenerateRequest, StopConditions
@@ -121,14 +122,23 @@ def announce(role: str, post: Post, duty: Duty) -> ModelCard:
         handoff_port=port,
         # A router compares tokens; where the worker makes them, it has none. Of decode workers it asks only the load.
         kv_events=accepts == "tokens" and role != "decode",
+        dp_size=post.engine.capabilities.dp_size,
     )
 
 
 def _meeting_place(post: Post, duty: Duty) -> tuple[str, int] | tuple[None, None]:
     """Return where decode workers come for KV, if they are to know before the prefill has begun."""
-    asked = post.settings.transfer.handoff
-    early = post.engine.capabilities.handoff is HandoffStyle.EARLY if asked == "auto" else asked == "early"
-    return duty.lender.address if duty.lender is not None and early else (None, None)
+    return duty.lender.address if duty.lender is not None and _is_early(post) else (None, None)
+
+
+def _is_early(post: Post) -> bool:
+    """Whether decode is called with prefill and not after it. Raises ConfigError if the engine cannot do as asked."""
+    asked, style = post.settings.transfer.handoff, post.engine.capabilities.handoff
+    if asked not in ("auto", style.value) and post.info.kv is None:
+        raise ConfigError(
+            f"the engine {post.settings.engine} hands KV over {style.value}: drop --transfer-handoff {asked}"
+        )
+    return style is HandoffStyle.EARLY if asked == "auto" else asked == "early"
 
 
 async def _embed(post: Post) -> Duty:
@@ -156,39 +166,31 @@ def _generate(post: Post) -> Service[Any, Any]:
 async def _prefill(post: Post) -> Duty:
     from baton.transfer.lender import open_lender  # needs numpy, which other roles do without
 
-    memory = _memory(post)
-    lender = await open_lender(post.settings.transfer, memory, post.settings.runtime.bind)
+    meeting = None
+    if _is_early(post) and post.info.handoff_host is not None and post.info.handoff_port is not None:
+        meeting = (post.info.handoff_host, post.info.handoff_port)
+    lender = await open_lender(post.settings.transfer, post.info.kv, post.settings.runtime.bind, meeting)
     handler = PrefillHandler(post.engine, post.info, post.desk, lender)
-    prober = PrefillHandler(post.engine, post.info, post.side_desk, lender)
-    return Duty(
-        Service(handler.generate, decode_request, encode_chunk),
-        lambda: _exhaust(prober.probe(ONE_TOKEN, _ProbeContext())),
-        memory.shape,
-        lender=lender,
-    )
+    return Duty(Service(handler.generate, decode_request, encode_chunk), _trial(post), _shape(post.info), lender=lender)
 
 
 async def _decode(post: Post) -> Duty:
     from baton.transfer.borrower import open_borrower
 
-    memory = _memory(post)
-    borrower = open_borrower(post.settings.transfer, memory)
+    borrower = open_borrower(post.settings.transfer, post.info.kv)
     handler = DecodeHandler(post.engine, post.info, post.desk, borrower)
-    prober = DecodeHandler(post.engine, post.info, post.side_desk, borrower)
     return Duty(
-        Service(handler.generate, decode_request, encode_chunk),
-        lambda: _exhaust(prober.generate(ONE_TOKEN, _ProbeContext())),
-        memory.shape,
-        borrower=borrower,
+        Service(handler.generate, decode_request, encode_chunk), _trial(post), _shape(post.info), borrower=borrower
     )
 
 
-def _memory(post: Post) -> KvMemory:
-    if post.info.kv is None:
-        raise ConfigError(
-            f"the engine {post.settings.engine} does not show its KV memory, so nobody can take KV from it"
-        )
-    return post.info.kv
+def _trial(post: Post) -> Probe:
+    prober = TrialHandler(post.engine, post.info, post.side_desk)
+    return lambda: _exhaust(prober.generate(ONE_TOKEN, _ProbeContext()))
+
+
+def _shape(info: EngineInfo) -> KvShape | None:
+    return info.kv.shape if info.kv is not None else None
 
 
 _ROLES: dict[str, Callable[[Post], Awaitable[Duty]]] = {

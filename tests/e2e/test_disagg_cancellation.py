@@ -94,11 +94,11 @@ def asking(tokens: int, answer: int = 8, **more: object) -> dict[str, object]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": answer, "ignore_eos": True, **more}
 
 
-def prefilling(serve: Serve, waiting: int = 0) -> bool:
-    """Whether the prefill worker computes one request, and so many wait."""
+def prefilling(serve: Serve, requests: int = 1) -> bool:
+    """Whether the prefill worker has so many requests and computes; it may work on several in turn."""
     now = Reading(serve, PREFILL).held
-    counts = [now.get(name, 0) for name in ("running", "waiting", "in_flight")]
-    return counts == [1, waiting, 1 + waiting] and now.get("used_blocks", 0) > 0
+    running, waiting, inside, blocks = (now.get(n, 0) for n in ("running", "waiting", "in_flight", "used_blocks"))
+    return running > 0 and blocks > 0 and running + waiting == inside == requests
 
 
 def assert_serves(serve: Serve) -> None:
@@ -277,7 +277,7 @@ def test_a_request_behind_cancelled_prefills_does_not_wait_for_them(early: Serve
 
     def behind() -> float:
         connections = [early.open(COMPLETIONS, asking(LONG_TOKENS)) for _ in range(6)]
-        eventually(lambda: prefilling(early, waiting=5), what="one is computed and five wait")
+        eventually(lambda: prefilling(early, requests=6), what="six are in prefill")
         for connection in connections:
             connection.close()
         return timed(lambda: assert_serves(early))[0]
@@ -407,7 +407,7 @@ def test_a_server_that_is_told_to_stop_leaves_nothing(brief: Callable[..., Serve
     serve = brief()
     asked = [Asked(serve, asking(LONG_TOKENS) if phase == "prefill" else asking(SHORT_TOKENS, 4000)) for _ in range(3)]
     if phase == "prefill":
-        eventually(lambda: prefilling(serve, waiting=2), what="one is in prefill, two wait")
+        eventually(lambda: prefilling(serve, requests=3), what="three are in prefill")
     else:
         eventually(lambda: Reading(serve, DECODE).held.get("running") == 1, what="one is in decode")
     began = time.monotonic()

@@ -293,3 +293,15 @@ def test_log_probabilities_are_encoded_one_to_one_with_tokens() -> None:
 def test_a_handoff_is_encoded_as_the_engine_gave_it() -> None:
     wire = encode_chunk(Chunk([], disaggregated_params={"room": 0}))
     assert wire["disaggregated_params"] == {"room": 0}
+
+
+def test_d30_requests_cannot_be_changed() -> None:
+    wire: dict[str, object] = {"token_ids": [1, 2], "stop_conditions": {"max_tokens": 9, "min_tokens": 2}}
+    before = copy.deepcopy(wire)
+    request = decode_request(wire)
+    prefill = request.for_prefill()
+    assert (request.stop.max_tokens, prefill.stop.max_tokens) == (9, 1)
+    assert wire == before, "whoever retries it finds the request as it came"
+    for part in (request, request.stop, request.sampling):
+        with pytest.raises(AttributeError):
+            part.extra = {}  # type: ignore[misc]

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import pytest
+from handoff_fakes import Bench, FakeLender
 
 from baton.errors import (
     BatonError,
@@ -17,20 +18,16 @@ from baton.errors import (
     PeerLost,
     Unsupported,
 )
-from baton.handlers._call import Desk, Limits
-from baton.handlers._gate import Gate
 from baton.handlers._tickets import new_ticket, params_of, ticket_of
-from baton.handlers.decode import DecodeHandler
-from baton.handlers.prefill import PrefillHandler
 from baton.ports.engine import Capabilities
 from baton.protocol.codec import decode_request
-from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Produce, Ticket
+from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Produce, Ticket, Trial
 from baton.protocol.lifecycle import State
 from baton.protocol.outputs import Chunk, Finished, FinishReason, KvComputed, KvWanted, TokenDelta, Usage
 from baton.protocol.requests import GenerateRequest, Sampling, StopConditions
 from baton.runtimes.memory import MemoryContext
-from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded
-from baton.testing.fakes import SCRIPTED_INFO, Script
+from baton.testing import ScriptedEngine, eventually, run_bounded
+from baton.testing.fakes import Script
 
 BOOTSTRAP = Bootstrap(host="127.0.0.1", port=4000, room=0, handoff_id=bytes(range(16)))
 TICKET = Ticket(host="127.0.0.1", port=4000, room=0, secret=bytes(range(16)))
@@ -38,134 +35,6 @@ PROMPT = (1, 2, 3)
 EOS = Finished(FinishReason.EOS, cached_tokens=2)
 PREFILL: Script = [KvComputed((4,)), 0.01, KvComputed((5, 6), True, 16), TokenDelta([9]), EOS]
 DECODE: Script = [KvWanted(1, (7, 8)), 0.01, TokenDelta([9]), Finished(FinishReason.LENGTH, cached_tokens=0)]
-
-
-class FakeLease:
-    """A Lease that remembers, and ends when told to."""
-
-    def __init__(self) -> None:
-        self.told: list[KvComputed] = []
-        self.failed: BatonError | None = None
-        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_lost: Callable[[BatonError], None] | None = None
-
-    def computed(self, output: KvComputed) -> None:
-        self.told.append(output)
-
-    def on_lost(self, callback: Callable[[BatonError], None]) -> None:
-        self._on_lost = callback
-
-    def fail(self, error: BatonError) -> None:
-        if not self.end.done():
-            self.failed = error
-            self.lose(error)
-
-    def lose(self, error: BatonError) -> None:
-        self.end.set_exception(error)
-        self.end.exception()
-        if self._on_lost is not None:
-            self._on_lost(error)
-
-    async def ended(self) -> None:
-        await asyncio.shield(self.end)
-
-
-class FakeLender:
-    """A Lender that remembers."""
-
-    address = ("127.0.0.1", 4000)
-
-    def __init__(self, error: BatonError | None = None) -> None:
-        self.lent: list[tuple[Ticket, int]] = []
-        self.leases: list[FakeLease] = []
-        self.refused: list[tuple[Ticket, BatonError]] = []
-        self.before_lend: Callable[[], None] = lambda: None
-        self._error = error
-
-    def lend(self, ticket: Ticket, prompt_tokens: int) -> FakeLease:
-        self.before_lend()
-        if self._error is not None:
-            raise self._error
-        self.lent.append((ticket, prompt_tokens))
-        self.leases.append(FakeLease())
-        return self.leases[-1]
-
-    def refuse(self, ticket: Ticket, error: BatonError) -> None:
-        self.refused.append((ticket, error))
-
-
-class FakeLoan:
-    """A Loan that remembers."""
-
-    def __init__(self, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> None:
-        self.on_arrived = on_arrived
-        self.on_lost = on_lost
-        self.cached_tokens: int | None = None
-        self.placed: list[KvWanted] = []
-        self.given_up = 0
-        self.closed = 0
-        self.on_close: Callable[[], None] = lambda: None
-
-    def place(self, wanted: KvWanted) -> None:
-        self.placed.append(wanted)
-
-    def give_up(self) -> None:
-        self.given_up += 1
-
-    async def close(self) -> None:
-        self.on_close()
-        self.closed += 1
-
-
-class FakeBorrower:
-    """A Borrower that remembers."""
-
-    def __init__(self) -> None:
-        self.tickets: list[Ticket] = []
-        self.loans: list[FakeLoan] = []
-        self.declined: list[Ticket] = []
-
-    def borrow(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> FakeLoan:
-        self.tickets.append(ticket)
-        self.loans.append(FakeLoan(on_arrived, on_lost))
-        return self.loans[-1]
-
-    def decline(self, ticket: Ticket) -> None:
-        self.declined.append(ticket)
-
-
-class Bench:
-    """A worker of either role around a scripted engine, without a runtime and without a network."""
-
-    def __init__(
-        self, engine: ScriptedEngine, lender: FakeLender | None = None, deadline_s: float = 60.0, room: int = 8
-    ) -> None:
-        self.engine = engine
-        self.gate = Gate(room)
-        self.observer = RecordingObserver()
-        self.lender = lender or FakeLender()
-        self.borrower = FakeBorrower()
-        self.context = MemoryContext()
-        limits = Limits(flush_s=0.0, deadline_s=deadline_s, abort_s=0.2)
-        desk = Desk(self.gate, limits, self.observer, "role", lambda error: None)
-        self.prefill = PrefillHandler(engine, SCRIPTED_INFO, desk, self.lender)
-        self.decode = DecodeHandler(engine, SCRIPTED_INFO, desk, self.borrower)
-
-    @property
-    def lease(self) -> FakeLease:
-        return self.lender.leases[0]
-
-    @property
-    def loan(self) -> FakeLoan:
-        return self.borrower.loans[0]
-
-    def ended(self) -> State:
-        [record] = self.observer.records
-        assert self.gate.in_flight == 0
-        return record.state
-
-    def freed(self) -> bool:
-        return {work.request_id for work in self.engine.submitted} <= set(self.engine.aborted)
 
 
 def request(bootstrap: Bootstrap | None = BOOTSTRAP, max_tokens: int = 50, **fields: object) -> GenerateRequest:
@@ -205,7 +74,7 @@ def test_early_prefill_opens_the_room_after_submitting_and_ends_when_it_is_empty
         assert last == Chunk([9], finish_reason=FinishReason.LENGTH, usage=Usage(3, 1, 2)), "never stop, never eos"
         [work] = bench.engine.submitted
         assert (work.max_tokens, work.sampling.n, work.stop.min_tokens) == (1, 1, None)
-        assert work.handoff == Produce(bootstrap=BOOTSTRAP)
+        assert work.handoff == Produce(), "such an engine need not know where"
         assert bench.freed()
         assert bench.ended() is State.COMPLETED
 
@@ -376,12 +245,13 @@ def test_late_prefill_that_is_cancelled_keeps_nothing() -> None:
     run_bounded(body())
 
 
-def test_the_probe_computes_and_lets_go() -> None:
+def test_a_trial_lends_and_borrows_nothing() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(PREFILL))
-        await collect(bench.prefill.probe(request(None), bench.context))
-        assert bench.lender.lent == []
-        assert bench.freed()
+        bench = Bench(ScriptedEngine(DECODE[2:]))
+        chunks = await collect(bench.trial.generate(request(None), bench.context))
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
+        assert isinstance(bench.engine.submitted[0].handoff, Trial)
+        assert (bench.lender.lent, bench.borrower.tickets) == ([], [])
 
     run_bounded(body())
 
@@ -515,15 +385,16 @@ def test_rooms_of_our_own_fit_and_name_their_rank(dp_size: int) -> None:
     "params",
     [
         {},
-        {"host": "h", "port": 1, "room": 1},
-        {"host": "h", "port": 1, "room": 1, "secret": "no hex"},
-        {"host": "h", "port": "x", "room": 1, "secret": "00"},
-        {"host": "h", "port": 1, "room": -1, "secret": "00"},
-        {"host": "h", "port": True, "room": 1, "secret": "00"},
-        {"host": "h", "port": 1, "room": 2**63, "secret": "00"},
-        {"host": "h", "port": 70000, "room": 1, "secret": "00"},
-        {"host": "h", "port": 1, "room": 1, "secret": ""},
-        {"host": "", "port": 1, "room": 1, "secret": "00"},
+        {"ticket": "x"},
+        {"ticket": {"host": "h", "port": 1, "room": 1}},
+        {"ticket": {"host": "h", "port": 1, "room": 1, "secret": "no hex"}},
+        {"ticket": {"host": "h", "port": "x", "room": 1, "secret": "00"}},
+        {"ticket": {"host": "h", "port": 1, "room": -1, "secret": "00"}},
+        {"ticket": {"host": "h", "port": True, "room": 1, "secret": "00"}},
+        {"ticket": {"host": "h", "port": 1, "room": 2**63, "secret": "00"}},
+        {"ticket": {"host": "h", "port": 70000, "room": 1, "secret": "00"}},
+        {"ticket": {"host": "h", "port": 1, "room": 1, "secret": ""}},
+        {"ticket": {"host": "", "port": 1, "room": 1, "secret": "00"}},
     ],
 )
 def test_a_ticket_that_cannot_be_read_is_refused(params: dict[str, object]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import pytest
+from dynamo import _core
 
 from baton.errors import (
     BatonError,
@@ -32,6 +33,7 @@ from baton.protocol.outputs import (
     Usage,
 )
 from baton.protocol.requests import GenerateRequest, Sampling, StopConditions
+from baton.runtimes.dynamo.errors import to_runtime
 from baton.runtimes.memory import MemoryContext
 from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import SCRIPTED_INFO
@@ -379,5 +381,20 @@ def test_requests_that_run_together_do_not_mix() -> None:
             assert len(set(tokens)) == 1
         assert bench.gate.in_flight == 0
         assert len(bench.observer.records) == 8
+
+    run_bounded(body())
+
+
+def test_d11_a_shutdown_is_an_error_that_moves_requests() -> None:
+    async def body() -> None:
+        bench = Bench(ScriptedEngine(ENDLESS))
+        chunks = bench.generate()
+        assert (await anext(chunks)).token_ids == [1]
+        bench.gate.fire_all(Draining("this worker is shutting down"))
+        with pytest.raises(Draining) as ended:
+            await anext(chunks)
+        assert ended.value.retryable
+        assert type(to_runtime(ended.value)) is _core.EngineShutdown, "the frontend sends it to another worker"
+        assert bench.engine.aborted == [bench.engine.submitted[0].request_id]
 
     run_bounded(body())

@@ -17,6 +17,7 @@ from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
 from baton.ports.runtime import ModelCard
 from baton.ports.transfer import KvMemory, KvShape
 from baton.protocol.events import LoadSnapshot
+from baton.protocol.handoff import Trial
 from baton.protocol.outputs import Finished, FinishReason, KvComputed, TokenDelta
 from baton.roles import role_of
 from baton.runtimes.memory import MemoryRuntime
@@ -68,7 +69,7 @@ class House:
             return [reply async for reply in replies]
 
     def metric(self, start: str) -> float:
-        lines = [line for render in self.runtime.renderers for line in render().splitlines()]
+        lines = self.worker.observed.render().splitlines()
         [line] = [line for line in lines if line.startswith(start)]
         return float(line.split()[-1])
 
@@ -98,7 +99,7 @@ def test_a_prefill_worker_is_announced_as_one() -> None:
             assert (card.worker_type, card.surfaces, card.needs) == ("prefill", {"prefill"}, (("decode",),))
             assert card.kv_events
             assert listens((card.handoff_host, card.handoff_port))
-            assert house.engine.submitted[0].handoff is not None, "the first probe was a prefill"
+            assert house.engine.submitted[0].handoff is not None
         assert not listens((card.handoff_host, card.handoff_port)), "it no longer lends anything"
 
     run_bounded(body())
@@ -184,13 +185,38 @@ def test_an_engine_that_cannot_fill_the_role_is_refused(role: Any, can: Capabili
         role_of(Settings(role=role), can)
 
 
-def test_an_engine_that_does_not_show_its_memory_cannot_hand_over() -> None:
+def moving(role: Role, engine: ScriptedEngine, handoff: str = "auto") -> House:
+    """Return a worker whose engine moves KV by itself."""
+    house = House(role, MemoryRuntime())
+    house.engine = engine
+    settings = Settings(role=role, transfer=TransferOptions(handoff=handoff))  # type: ignore[arg-type]
+    house.worker = Worker(settings, engine, house.runtime)
+    return house
+
+
+@pytest.mark.parametrize(("style", "told"), [(HandoffStyle.EARLY, True), (HandoffStyle.LATE, False)])
+def test_an_engine_that_moves_kv_by_itself_has_rooms_too(style: HandoffStyle, told: bool) -> None:
+    async def body() -> None:
+        info = msgspec.structs.replace(SCRIPTED_INFO, handoff_host="10.0.0.9", handoff_port=8998)
+        engine = ScriptedEngine(WELL, capabilities=Capabilities(handoff=style), info=info)
+        house = moving("prefill", engine)
+        running = asyncio.create_task(house.run())
+        await house.ready.wait()
+        assert isinstance(engine.submitted[0].handoff, Trial)
+        assert house.card.handoff_port != 8998, "decode workers come to the room, and are sent on from there"
+        assert (house.card.handoff_port is not None) is told
+        house.stop.set()
+        await running
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(("style", "asked"), [(HandoffStyle.EARLY, "late"), (HandoffStyle.LATE, "early")])
+def test_an_engine_that_moves_kv_by_itself_has_one_style(style: HandoffStyle, asked: str) -> None:
     async def body() -> BatonError:
-        house = House("prefill", MemoryRuntime())
-        engine = ScriptedEngine(capabilities=EARLY)
-        house.worker = Worker(Settings(role="prefill"), engine, house.runtime)
+        house = moving("prefill", ScriptedEngine(WELL, capabilities=Capabilities(handoff=style)), asked)
         with pytest.raises(ConfigError) as refused:
             await house.run()
         return refused.value
 
-    assert "KV memory" in run_bounded(body()).message
+    assert f"drop --transfer-handoff {asked}" in run_bounded(body()).message

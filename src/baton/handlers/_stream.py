@@ -58,6 +58,10 @@ async def relay(
             if call.first_output_at is None:
                 call.first_output_at = time.perf_counter()
                 call.lifecycle.advance(State.STREAMING)
+            if len(outputs) == 1 and isinstance(delta := outputs[0], TokenDelta):  # nearly always
+                call.completion_tokens += len(delta.token_ids)
+                yield Chunk(delta.token_ids, delta.index, delta.logprobs)
+                continue
             open_choices -= sum(type(output) is Finished for output in outputs)
             for chunk in _chunks(outputs, work, call, last=not open_choices):
                 yield chunk

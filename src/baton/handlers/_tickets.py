@@ -8,19 +8,29 @@ from msgspec import Meta
 
 from baton.errors import InvalidRequest
 from baton.protocol.codec import DecodeError, convert
-from baton.protocol.handoff import ROOM_BITS, Bootstrap, Port, Room, Ticket
+from baton.protocol.handoff import ROOM_BITS, Bootstrap, Port, PrefillResult, Room, Ticket
 from baton.protocol.requests import GenerateRequest
 
 SECRET_BYTES = 16
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """A ticket in words that mean nothing to the frontend: of a `bootstrap_room` it would make a room of its own."""
+    """A ticket in words of ours."""
 
     host: Annotated[str, Meta(min_length=1)]
     port: Port
     room: Room
     secret: Annotated[str, Meta(min_length=2)]
+
+
+class _Params(msgspec.Struct, frozen=True):
+    """What a late hand-off carries: our ticket, and what the engines tell each other by themselves.
+
+    Both are a level down: of a `bootstrap_room` on top the frontend would make a room of its own.
+    """
+
+    ticket: _Written
+    engine: dict[str, object] = {}
 
 
 def ticket_of(request: GenerateRequest) -> Ticket | None:
@@ -29,10 +39,23 @@ def ticket_of(request: GenerateRequest) -> Ticket | None:
         return ticket_from(request.bootstrap)
     if request.prefill_result is None:
         return None
+    written = _read(request.prefill_result).ticket
     try:
-        written = convert(request.prefill_result.disaggregated_params, _Written)
-        return Ticket(host=written.host, port=written.port, room=written.room, secret=bytes.fromhex(written.secret))
-    except (DecodeError, ValueError) as error:
+        secret = bytes.fromhex(written.secret)
+    except ValueError as error:
+        raise InvalidRequest(f"prefill_result.disaggregated_params.ticket.secret: {error}") from None
+    return Ticket(host=written.host, port=written.port, room=written.room, secret=secret)
+
+
+def for_engine(result: PrefillResult) -> PrefillResult:
+    """Return `result` with nothing in it but what the prefill's engine said. Raises InvalidRequest."""
+    return msgspec.structs.replace(result, disaggregated_params=_read(result).engine)
+
+
+def _read(result: PrefillResult) -> _Params:
+    try:
+        return convert(result.disaggregated_params, _Params)
+    except DecodeError as error:
         raise InvalidRequest(f"prefill_result.disaggregated_params: {error}") from None
 
 
@@ -53,6 +76,7 @@ def new_ticket(address: tuple[str, int], dp_rank: int, dp_size: int) -> Ticket:
     return Ticket(host=host, port=port, room=room, secret=secrets.token_bytes(SECRET_BYTES))
 
 
-def params_of(ticket: Ticket) -> dict[str, object]:
-    """Return the ticket as the frontend hands it on to a decode worker."""
-    return {"host": ticket.host, "port": ticket.port, "room": ticket.room, "secret": ticket.secret.hex()}
+def params_of(ticket: Ticket, engine: dict[str, object] | None = None) -> dict[str, object]:
+    """Return the ticket, and what the engine says, as the frontend hands them on to a decode worker."""
+    written = {"host": ticket.host, "port": ticket.port, "room": ticket.room, "secret": ticket.secret.hex()}
+    return {"ticket": written} if engine is None else {"ticket": written, "engine": engine}

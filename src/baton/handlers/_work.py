@@ -6,7 +6,10 @@ from baton.errors import ContextTooLong, InvalidRequest, Unsupported
 from baton.ports.engine import Capabilities, EngineInfo, Work
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
+from baton.protocol.media import Media, MediaUrl
 from baton.protocol.requests import GenerateRequest
+
+FETCHED = ("http://", "https://", "data:")
 
 
 def build_work(
@@ -24,6 +27,7 @@ def build_work(
     return Work(
         request_id=request_id,
         token_ids=request.token_ids,
+        media=_media(request),
         max_tokens=_max_tokens(request, info.context_length),
         stop=request.stop,
         sampling=request.sampling,
@@ -36,6 +40,20 @@ def build_work(
         cache_salt=routing.cache_namespace if routing else None,
         trace_headers=trace_headers,
     )
+
+
+def _media(request: GenerateRequest) -> tuple[Media, ...]:
+    """Return the media of `request`, in its order. Raises InvalidRequest for a URL of a kind that is not fetched."""
+    found: list[Media] = []
+    for kind, items in (request.media or {}).items():
+        for number, item in enumerate(items):
+            place = f"multi_modal_data.{kind}[{number}]"
+            if item.url is None:
+                raise Unsupported(f"{place}: media that the frontend has decoded is not taken; send a URL")
+            if not item.url.startswith(FETCHED):
+                raise InvalidRequest(f"{place}: only {', '.join(FETCHED)} URLs are fetched")
+            found.append(MediaUrl(modality=kind.removesuffix("_url"), url=item.url))
+    return tuple(found)
 
 
 def _max_tokens(request: GenerateRequest, context_length: int) -> int:

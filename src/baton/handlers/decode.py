@@ -8,12 +8,12 @@ import msgspec
 from baton.errors import Unsupported
 from baton.handlers._call import Call, Desk
 from baton.handlers._stream import relay
-from baton.handlers._tickets import ticket_of
+from baton.handlers._tickets import for_engine, ticket_of
 from baton.handlers._work import build_work
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Context
 from baton.ports.transfer import Borrower, Loan
-from baton.protocol.handoff import Consume, Ticket
+from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Ticket
 from baton.protocol.outputs import Chunk, Finished, FinishReason, KvWanted, Output, TokenDelta, Usage
 from baton.protocol.requests import GenerateRequest
 
@@ -30,26 +30,40 @@ class DecodeHandler:
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
         ticket = ticket_of(request)
-        borrowing: _Borrowing | None = None
+        kv: _Borrowing | _Claim | None = None
         try:
             with self._desk.open(context, len(request.token_ids)) as call:
                 if request.stop.max_tokens == 0:
                     # The frontend asks so when it moves a request here that had made its last token elsewhere.
                     yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(call.prompt_tokens, 0))
                     return
-                _refuse_what_gets_lost(request)
-                source = request.bootstrap or request.prefill_result
-                handoff = Consume(source=source) if source is not None else None
+                self._refuse_impossible(request)
+                handoff: Consume | None = None
+                if ticket is not None:
+                    kv = (_Borrowing if self._info.kv is not None else _Claim)(
+                        self._borrower, ticket, self._engine, call
+                    )
+                    handoff = Consume(source=await kv.source(request))
                 can = self._engine.capabilities
                 work = build_work(request, call.request_id, self._info, can, context.trace_headers, handoff)
-                if ticket is not None:
-                    borrowing = _Borrowing(self._borrower, ticket, self._engine, call)
-                async with aclosing(relay(self._engine, work, call, self._desk.limits, borrowing)) as chunks:
+                async with aclosing(relay(self._engine, work, call, self._desk.limits, kv)) as chunks:
                     async for chunk in chunks:
                         yield chunk
         finally:
-            if ticket is not None and (borrowing is None or borrowing.loan is None):
+            if kv is not None and kv.loan is not None:
+                await kv.loan.close()
+            elif ticket is not None:
                 self._borrower.decline(ticket)
+
+    def _refuse_impossible(self, request: GenerateRequest) -> None:
+        if request.bootstrap is None and request.prefill_result is None and self._engine.capabilities.needs_kv:
+            raise Unsupported("this worker only goes on from KV of prefill workers, and the request names none")
+        if request.bootstrap is not None and request.choices > 1:
+            # With early hand-off the frontend may stop reading after the first choice that ends.
+            raise Unsupported(
+                "n: the frontend loses choices of an answer whose prefill runs elsewhere; ask for one at a time, or"
+                " start the prefill workers with --transfer-handoff late"
+            )
 
 
 class _Borrowing:
@@ -62,6 +76,13 @@ class _Borrowing:
         self._engine = engine
         self._call = call
         self._placed = False
+
+    async def source(self, request: GenerateRequest) -> Bootstrap | PrefillResult:
+        """Return where the KV comes from; the engine need not know more of it."""
+        if request.prefill_result is not None:
+            return for_engine(request.prefill_result)
+        assert request.bootstrap is not None
+        return request.bootstrap
 
     def begin(self) -> list[Chunk]:
         """Claim the room."""
@@ -95,11 +116,35 @@ class _Borrowing:
         await self.loan.close()
 
 
-def _refuse_what_gets_lost(request: GenerateRequest) -> None:
-    """Raise Unsupported for what the frontend does not carry: with early hand-off it may stop reading after the first
-    choice that ends."""
-    if request.bootstrap is not None and request.choices > 1:
-        raise Unsupported(
-            "n: the frontend loses choices of an answer whose prefill runs elsewhere; ask for one at a time, or start"
-            " the prefill workers with --transfer-handoff late"
-        )
+class _Claim:
+    """A Handover to an engine that fetches KV by itself: what is said about it goes through the room all the same."""
+
+    def __init__(self, borrower: Borrower, ticket: Ticket, engine: Engine, call: Call) -> None:
+        self.loan: Loan | None = None
+        self._borrower = borrower
+        self._ticket = ticket
+        self._call = call
+
+    async def source(self, request: GenerateRequest) -> Bootstrap | PrefillResult:
+        """Claim the room; return what the engine needs. Raises what the call is cancelled with, or PeerLost."""
+        self.loan = self._borrower.borrow(self._ticket, lambda: None, self._call.scope.fire)
+        if request.prefill_result is not None:
+            return for_engine(request.prefill_result)
+        host, port = await self._call.scope.wait(self.loan.meeting())
+        return Bootstrap(host=host, port=port, room=self._ticket.room)
+
+    def begin(self) -> list[Chunk]:
+        """The room is claimed already."""
+        return []
+
+    def take(self, outputs: list[Output]) -> list[Output]:
+        """A first token is proof that the KV is here."""
+        assert self.loan is not None
+        if outputs:
+            self.loan.taken()
+        return outputs
+
+    async def end(self) -> None:
+        """Tell the lender that nothing more is wanted, if it is still to hear so."""
+        assert self.loan is not None
+        await self.loan.close()

@@ -20,7 +20,7 @@ from baton.handlers._work import build_work
 from baton.ports.engine import Engine, EngineInfo, Work
 from baton.ports.runtime import Context
 from baton.ports.transfer import Lease, Lender
-from baton.protocol.handoff import Produce, Ticket
+from baton.protocol.handoff import Bootstrap, Produce, Ticket
 from baton.protocol.outputs import Chunk, FinishReason, HandoffReady, KvComputed, Output, Usage
 from baton.protocol.requests import GenerateRequest
 
@@ -56,17 +56,6 @@ class PrefillHandler:
             if ticket is not None:
                 self._lender.refuse(ticket, error)
             raise
-
-    async def probe(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
-        """Do all of `generate` but lending: a prompt is computed, held, and let go."""
-        with self._desk.open(context, len(request.token_ids)) as call:
-            work = self._work(request.for_prefill(), call, context, None)
-            try:
-                async with aclosing(relay(self._engine, work, call, self._desk.limits, _Nobody())) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-            finally:
-                await abort(self._engine, work.request_id, self._desk.limits.abort_s)
 
     async def _lend_early(self, work: Work, call: Call, ticket: Ticket) -> AsyncGenerator[Chunk, None]:
         """The call lasts until the KV has been taken. What ends one of call and lease ends the other."""
@@ -112,11 +101,17 @@ class PrefillHandler:
 
     def _work(self, request: GenerateRequest, call: Call, context: Context, ticket: Ticket | None) -> Work:
         can = self._engine.capabilities
-        handoff = Produce(bootstrap=request.bootstrap)
+        handoff = Produce(bootstrap=self._meeting(ticket) if ticket is not None else None)
         work = build_work(request, call.request_id, self._info, can, context.trace_headers, handoff)
         if ticket is None or can.dp_size == 1:
             return work
         return msgspec.structs.replace(work, dp_rank=ticket.room % can.dp_size)
+
+    def _meeting(self, ticket: Ticket) -> Bootstrap | None:
+        """Return where the engine meets the other one, if it moves KV by itself and tells before it computes."""
+        if self._info.handoff_host is None or self._info.handoff_port is None:
+            return None
+        return Bootstrap(host=self._info.handoff_host, port=self._info.handoff_port, room=ticket.room)
 
     def _new_ticket(self, work: Work) -> Ticket:
         return new_ticket(self._lender.address, work.dp_rank or 0, self._engine.capabilities.dp_size)
@@ -179,7 +174,7 @@ class _Early(_Lending):
 
 
 class _Late(_Lending):
-    """The room is our own, and opens when everything is computed."""
+    """The room is our own, and opens when everything is computed, or the engine says how it can be had."""
 
     def __init__(self, lender: Lender, ticket: Ticket, call: Call) -> None:
         super().__init__(lender, ticket, call)
@@ -193,30 +188,19 @@ class _Late(_Lending):
         """Gather what is computed; with the last of it the room opens."""
         rest: list[Output] = []
         for output in outputs:
-            if not isinstance(output, KvComputed):
-                rest.append(output)
-                continue
-            self._blocks += output.blocks
-            if output.complete:
-                self.lease = self._lender.lend(self._ticket, self._call.prompt_tokens)
-                self.lease.computed(KvComputed(self._blocks, True, output.cached_tokens))
-                rest.append(HandoffReady(params_of(self._ticket)))
+            match output:
+                case KvComputed():
+                    self._blocks += output.blocks
+                    if output.complete:
+                        self.lease = self._lender.lend(self._ticket, self._call.prompt_tokens)
+                        self.lease.computed(KvComputed(self._blocks, True, output.cached_tokens))
+                        rest.append(HandoffReady(params_of(self._ticket)))
+                case HandoffReady():
+                    self.lease = self._lender.lend(self._ticket, self._call.prompt_tokens)
+                    rest.append(HandoffReady(params_of(self._ticket, output.params)))
+                case _:
+                    rest.append(output)
         return rest
-
-
-class _Nobody:
-    """A Handover to nobody."""
-
-    def begin(self) -> list[Chunk]:
-        """Nothing."""
-        return []
-
-    def take(self, outputs: list[Output]) -> list[Output]:
-        """Return what is not about KV."""
-        return [output for output in outputs if not isinstance(output, KvComputed)]
-
-    async def end(self) -> None:
-        """Nothing."""
 
 
 def _never_stop(chunk: Chunk) -> Chunk:

@@ -15,6 +15,7 @@ from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import Reading
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
+from baton.protocol.media import Media
 from baton.protocol.outputs import Output
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 
@@ -28,7 +29,10 @@ class HandoffStyle(enum.StrEnum):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine can do, told once. A handler refuses what is not here; an adapter never ignores an option."""
+    """What an engine can do, told once. A handler refuses what is not here; an adapter never ignores an option.
+
+    One that `needs_kv` cannot compute a prompt: it only goes on from KV that comes from elsewhere.
+    """
 
     generate: bool = True
     embeddings: bool = False
@@ -36,6 +40,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     diffusion: bool = False
     modalities: frozenset[str] = frozenset({"text"})
     handoff: HandoffStyle = HandoffStyle.NONE
+    needs_kv: bool = False
     max_logprobs: int | None = None
     prompt_logprobs: bool = False
     max_choices: int = 1
@@ -54,7 +59,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine serves, and with how much room.
 
-    `handoff_host` and `handoff_port` are of an engine that moves KV by itself; `kv` is the memory of one that does not.
+    `handoff_host` and `handoff_port` are where engines that move KV by themselves meet; `kv` is the memory of one that
+    does not. An engine that is spread over machines has one leader; the others take no work, and only tell readings.
     """
 
     model_name: str
@@ -68,6 +74,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     handoff_host: str | None = None
     handoff_port: int | None = None
     kv: KvMemory | None = None
+    leader: bool = True
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +82,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: RequestId
     token_ids: tuple[int, ...]
+    media: tuple[Media, ...] = ()
     max_tokens: int
     stop: StopConditions = StopConditions()
     sampling: Sampling = Sampling()
@@ -139,10 +147,15 @@ class Engine(Protocol):
         Raises InvalidRequest or Unsupported for work that can never run, and EngineDead. A request that only has to
         wait is accepted and waits inside.
 
-        Work that *produces* KV (without an address of the engine's own) has one choice and one token. It yields
-        KvComputed as its prompt is computed, with `complete` before its end; the blocks stay as they are, and its id in
-        use, until `abort`, however its stream ends. Work that *consumes* KV yields one KvWanted when it has room, or
-        none if it needs nothing; those blocks are the fetcher's until `received` or `abort`.
+        Work that *produces* KV has one choice and one token, and work that *consumes* KV goes on from it. An engine
+        with `EngineInfo.kv` says what is to be moved. Produced, it yields KvComputed as its prompt is computed, with
+        `complete` before its end; the blocks stay as they are, and its id in use, until `abort`, however its stream
+        ends. Consumed, it yields one KvWanted when it has room, or none if it needs nothing; those blocks are the
+        fetcher's until `received` or `abort`.
+
+        An engine without moves KV by itself. One that hands over early meets the other at `bootstrap`, and its
+        stream ends when the KV has been taken. One that hands over late yields HandoffReady, and keeps the KV until it
+        has been taken or `abort`.
         """
 
     def received(self, request_id: RequestId) -> None:
@@ -172,6 +185,9 @@ class Engine(Protocol):
 
     def readings(self) -> AsyncGenerator[Reading, None]:
         """Iterate over load snapshots and KV events, in order and without gaps, until `stop`. One reader."""
+
+    def metrics(self) -> str:
+        """Return the engine's own metrics as Prometheus text, under its own names. Any thread, and may read files."""
 
     def progress(self) -> Progress:
         """Tell whether the engine moves. Cheap, and answers even when the engine is stuck."""

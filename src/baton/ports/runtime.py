@@ -3,7 +3,7 @@
 `baton.testing.RuntimeContract` checks every rule here.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -60,6 +60,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     handoff_host: str | None = None
     handoff_port: int | None = None
     kv_events: bool = False
+    dp_size: int = 1
 
 
 class Endpoint(Protocol):
@@ -123,14 +124,8 @@ class Runtime(Protocol):
     async def client(self, path: str) -> Client:
         """Return a client for the instances of `path`."""
 
-    def expose(self, route: str, handle: Callable[[Wire], Awaitable[Wire]]) -> None:
-        """Answer POST `/engine/<route>` on the system port with `handle`."""
-
-    def expose_metrics(self, render: Callable[[], str]) -> None:
-        """Add `render()` (Prometheus text) to `/metrics` on the system port."""
-
-    def set_ready(self, ready: bool) -> None:
-        """Set what `/health` on the system port answers."""
+    async def metrics(self) -> str:
+        """Return the runtime's own metrics as Prometheus text; "" if it has none, or does not run."""
 
     async def shutdown(self) -> None:
         """Leave: end every served endpoint and free everything. Idempotent; running handlers are cancelled."""

@@ -6,7 +6,8 @@
 
 A prefill *lends* the KV of one request, a decode *borrows* it. They meet in a room: a number that both sides know and a
 secret without which it is worth nothing. What one side learns (failed, cancelled, expired, gone) the other is told.
-Handlers see `Lender` and `Borrower`; what moves the bytes is a `Source` on one side and a `Path` on the other.
+Handlers see `Lender` and `Borrower`; what moves the bytes is a `Source` on one side and a `Path` on the other. Engines
+that move KV by themselves have rooms too, for what is said there: where they meet, and that they have.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,6 +97,12 @@ class Loan(Protocol):
     @property
     def cached_tokens(self) -> int | None:
         """How much of the prompt the lender had not to compute, once everything has arrived."""
+
+    async def meeting(self) -> tuple[str, int]:
+        """Wait until the room is ours; return where the engines meet that move KV by themselves. Raises PeerLost."""
+
+    def taken(self) -> None:
+        """The engine has fetched the KV by itself; the lender is told. Idempotent."""
 
     def place(self, wanted: KvWanted) -> None:
         """Say where the KV goes; it is fetched from now on, while it is computed."""

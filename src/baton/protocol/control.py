@@ -23,12 +23,15 @@ class ResumeMemory(msgspec.Struct, frozen=True, kw_only=True, tag="resume_memory
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause", forbid_unknown_fields=True):
-    """Stop stepping. Running requests stay in place (keep), go back to the queue (retract), or are ended (abort).
+    """Stop stepping. Running requests stay in place (keep), go back to the queue (retract), are ended (abort), or are
+    let finish first (drain), in `timeout_s` or nothing changes.
 
     What stays keeps its KV; what goes back to the queue gives it up and computes it again; both go on at `Continue`.
+    Draining is the worker's work: an engine never sees that mode.
     """
 
-    mode: Literal["abort", "retract", "keep"] = "keep"
+    mode: Literal["abort", "retract", "keep", "drain"] = "keep"
+    timeout_s: Timeout = 60.0
 
 
 class Continue(msgspec.Struct, frozen=True, kw_only=True, tag="continue", forbid_unknown_fields=True):
@@ -97,13 +100,25 @@ class FromGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group", forbid_u
     timeout_s: Timeout = 60.0
 
 
-WeightSource = FromDisk | FromTensors | FromSharedMemory | FromGroup
+class FromIpc(msgspec.Struct, frozen=True, kw_only=True, tag="ipc", forbid_unknown_fields=True):
+    """Weights in GPU memory of another process of this machine, by the engine's own handles: one for each device."""
+
+    handles: dict[Name, Name]
+
+
+WeightSource = FromDisk | FromTensors | FromSharedMemory | FromGroup | FromIpc
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag="update_weights", forbid_unknown_fields=True):
     """Put new weights in place, all or none. Requests that run are retracted and go on with the new weights."""
 
     source: WeightSource
+    version: Name
+
+
+class SetWeightVersion(msgspec.Struct, frozen=True, kw_only=True, tag="set_weight_version", forbid_unknown_fields=True):
+    """Call the weights that are in place `version`; running requests are not touched."""
+
     version: Name
 
 
@@ -127,6 +142,37 @@ class LeaveGroup(msgspec.Struct, frozen=True, kw_only=True, tag="leave_group", f
     group: Name
 
 
+class StartExpertRecord(
+    msgspec.Struct, frozen=True, kw_only=True, tag="start_expert_record", forbid_unknown_fields=True
+):
+    """Begin to count which experts the tokens go to."""
+
+
+class StopExpertRecord(msgspec.Struct, frozen=True, kw_only=True, tag="stop_expert_record", forbid_unknown_fields=True):
+    """Count no further; what was counted is kept."""
+
+
+class DumpExpertRecord(msgspec.Struct, frozen=True, kw_only=True, tag="dump_expert_record", forbid_unknown_fields=True):
+    """Write out what was counted; the outcome says where."""
+
+
+class LoadLora(msgspec.Struct, frozen=True, kw_only=True, tag="load_lora", forbid_unknown_fields=True):
+    """Take in the adapter in a directory, under a name that requests use; a name that is in use is refused."""
+
+    name: Name
+    path: Name
+
+
+class UnloadLora(msgspec.Struct, frozen=True, kw_only=True, tag="unload_lora", forbid_unknown_fields=True):
+    """Forget an adapter, when the requests that use it have ended."""
+
+    name: Name
+
+
+class ListLoras(msgspec.Struct, frozen=True, kw_only=True, tag="list_loras", forbid_unknown_fields=True):
+    """Tell which adapters are loaded."""
+
+
 Verb = (
     ReleaseMemory
     | ResumeMemory
@@ -136,16 +182,24 @@ Verb = (
     | StartProfile
     | StopProfile
     | UpdateWeights
+    | SetWeightVersion
     | JoinGroup
     | LeaveGroup
+    | StartExpertRecord
+    | StopExpertRecord
+    | DumpExpertRecord
+    | LoadLora
+    | UnloadLora
+    | ListLoras
 )
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What came of a verb; only what it concerns is set.
 
-    `path` is where a profile is, or will be; `requests` how many a verb has touched; `released` the tags that are
-    given back, and `paused` whether an operator's pause holds, after the verb.
+    `path` is where a profile or a record is, or will be; `requests` how many a verb has touched; `released` the tags
+    that are given back, `paused` whether an operator's pause holds, and `adapters` the names of those that are loaded,
+    after the verb.
     """
 
     message: str
@@ -154,3 +208,4 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     requests: int | None = None
     released: tuple[str, ...] | None = None
     paused: bool | None = None
+    adapters: tuple[str, ...] | None = None

@@ -130,6 +130,10 @@ class ScriptedEngine:
                     await asyncio.sleep(pause_s)
         raise Unsupported("the scripted engine has nothing to control")
 
+    def metrics(self) -> str:
+        """See `Engine.metrics`."""
+        return ""
+
     def progress(self) -> Progress:
         """See `Engine.progress`."""
         return Progress(self._steps, len(self._open), 0)

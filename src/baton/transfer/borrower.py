@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
 from baton.ports.transfer import KvMemory, Path, Reach
@@ -26,9 +26,12 @@ NOT_WANTED = Cancelled("the KV is not wanted any more")
 T = TypeVar("T")
 
 
-def open_borrower(options: TransferOptions, memory: KvMemory) -> "KvBorrower":
-    """Return what fetches KV of others into `memory`. Raises ConfigError."""
-    return KvBorrower(options, memory, _reaches(options, memory))
+def open_borrower(options: TransferOptions, memory: KvMemory | None) -> "KvBorrower":
+    """Return what fetches KV of others into `memory`, or claims it for an engine that fetches by itself.
+
+    Raises ConfigError.
+    """
+    return KvBorrower(options, memory, _reaches(options, memory) if memory is not None else ())
 
 
 class _Peer:
@@ -44,7 +47,7 @@ class _Peer:
 class KvBorrower:
     """A Borrower (see `ports/transfer.py`). Event-loop thread only."""
 
-    def __init__(self, options: TransferOptions, memory: KvMemory, reaches: Sequence[Reach]) -> None:
+    def __init__(self, options: TransferOptions, memory: KvMemory | None, reaches: Sequence[Reach]) -> None:
         self.options = options
         self.memory = memory
         self.bytes_by_way: defaultdict[str, float] = defaultdict(float)
@@ -82,8 +85,8 @@ class KvBorrower:
         self._declining.add(task)
         task.add_done_callback(self._declining.discard)
 
-    async def path_to(self, loan: "KvLoan", accepted: wire.Accepted) -> tuple[Path, str]:
-        """Return the path to a lender, and its name; the first loan from it finds out which way works."""
+    async def path_to(self, loan: "KvLoan", accepted: wire.Accepted, memory: KvMemory) -> tuple[Path, str]:
+        """Return the path from a lender's `memory`, and its name; the first loan from it finds out which way works."""
         peer = self._peers.get(accepted.lender)
         if peer is None:
             self._drop_idle()
@@ -91,7 +94,7 @@ class KvBorrower:
         peer.used_at = time.monotonic()
         async with peer.negotiating:
             if peer.path is None:
-                peer.path, peer.way = await self._negotiate(loan, accepted)
+                peer.path, peer.way = await self._negotiate(loan, accepted, memory)
             return peer.path, peer.way
 
     def drop(self, lender: str) -> None:
@@ -110,8 +113,7 @@ class KvBorrower:
             reason = error.strerror or f"no answer within {self.options.connect_s:g} s"
             raise PeerLost(f"cannot reach the prefill worker at {ticket.host}:{ticket.port}: {reason}") from None
 
-    async def _negotiate(self, loan: "KvLoan", accepted: wire.Accepted) -> tuple[Path, str]:
-        require_alike(self.memory, accepted.memory)
+    async def _negotiate(self, loan: "KvLoan", accepted: wire.Accepted, memory: KvMemory) -> tuple[Path, str]:
         problems = [f"it offers {', '.join(accepted.ways)}"]
         for reach in self._reaches:
             if reach.name not in accepted.ways:
@@ -120,7 +122,7 @@ class KvBorrower:
             try:
                 if opened.details is None:
                     raise PeerLost(opened.problem)
-                return await reach.reach(loan.ticket, accepted.memory, opened.details), reach.name
+                return await reach.reach(loan.ticket, memory, opened.details), reach.name
             except PeerLost as error:
                 problems.append(f"{reach.name}: {error.message}")
         raise PeerLost(f"no way to read the prefill worker's memory ({'; '.join(problems)})")
@@ -163,12 +165,29 @@ class KvLoan:
         self._accepted: asyncio.Future[wire.Accepted] = loop.create_future()
         self._opened: asyncio.Future[wire.Opened] = loop.create_future()
         self._released: asyncio.Future[None] = loop.create_future()
+        self._taken: asyncio.Future[None] = loop.create_future()
         self._computed: asyncio.Queue[wire.Computed] = asyncio.Queue()
         self._error: BatonError | None = None
         self._closed = False
         self._claimed = False
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._clean_up)
+
+    async def meeting(self) -> tuple[str, int]:
+        """See `Loan.meeting`."""
+        waited: list[asyncio.Future[Any]] = [self._accepted, self._task]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not self._accepted.done() or self._accepted.cancelled():  # cancelled with the task that waits for it
+            raise self._error or PeerLost("the KV is not wanted any more")
+        if (meeting := self._accepted.result().meeting) is None:
+            raise PeerLost("the prefill worker does not say where the engines meet")
+        return meeting
+
+    def taken(self) -> None:
+        """See `Loan.taken`."""
+        if not self._taken.done():
+            self._taken.set_result(None)
+            self._line.send(wire.Taken())
 
     def place(self, wanted: KvWanted) -> None:
         """See `Loan.place`."""
@@ -180,10 +199,10 @@ class KvLoan:
         if self._closed or self._task.done():
             return
         self._closed = True
-        if self._claimed:
-            self._line.send(failed(NOT_WANTED))
-        else:
+        if not self._claimed:
             self._borrower.decline(self.ticket)
+        elif not self._taken.done():
+            self._line.send(failed(NOT_WANTED))
         self._task.cancel()
 
     async def close(self) -> None:
@@ -223,19 +242,23 @@ class KvLoan:
         self._line.send(wire.Claim(self.ticket.room, self.ticket.secret, self._borrower.memory))
         self._claimed = True
         accepted = await self._accepted  # the lender answers in time, or falls silent and is taken for lost
-        path, way = await self._borrower.path_to(self, accepted)
+        require_alike(memory := self._borrower.memory, accepted.memory)
+        if memory is None or accepted.memory is None:
+            await self._taken
+            return
+        path, way = await self._borrower.path_to(self, accepted, accepted.memory)
         wanted = await self._wanted
         try:
-            await self._fetch(path, way, wanted)
+            await self._fetch(path, way, wanted, memory)
         except PeerLost:
             self._borrower.drop(accepted.lender)
             raise
         self._line.send(wire.Taken())
         await _within(OPEN_S, self._released, "the prefill worker did not confirm that the KV was still held")
 
-    async def _fetch(self, path: Path, way: str, wanted: KvWanted) -> None:
-        """Copy what is wanted, part by part as it is computed."""
-        memory, place = self._borrower.memory, 0
+    async def _fetch(self, path: Path, way: str, wanted: KvWanted, memory: KvMemory) -> None:
+        """Copy what is wanted into `memory`, part by part as it is computed."""
+        place = 0
         last = wanted.first + len(wanted.blocks)
         while True:
             part = await self._computed.get()

@@ -26,28 +26,40 @@ GREETING_S = 5.0
 BACKLOG = 512
 
 
-async def open_lender(options: TransferOptions, memory: KvMemory, host: str) -> "KvLender":
-    """Listen on `host` for those who come for KV of `memory`. Raises ConfigError."""
+async def open_lender(
+    options: TransferOptions, memory: KvMemory | None, host: str, meeting: tuple[str, int] | None = None
+) -> "KvLender":
+    """Listen on `host` for those who come for KV of `memory`, or of an engine that moves it by itself at `meeting`.
+
+    Raises ConfigError.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, options.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {options.port} (--transfer-port): {error}") from None
     listener.setblocking(False)
-    return KvLender(options, memory, listener)
+    return KvLender(options, memory, listener, meeting)
 
 
 class KvLender:
     """A Lender (see `ports/transfer.py`). Event-loop thread only."""
 
-    def __init__(self, options: TransferOptions, memory: KvMemory, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        options: TransferOptions,
+        memory: KvMemory | None,
+        listener: socket.socket,
+        meeting: tuple[str, int] | None = None,
+    ) -> None:
         self.rooms = Rooms(memory_s=options.claim_s)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._options = options
         self._memory = memory
+        self._meeting = meeting
         self._listener = listener
         self._name = uuid.uuid4().hex
-        self._data = TcpSource(memory, self.rooms.check, options.checksum)
+        self._data = TcpSource(memory, self.rooms.check, options.checksum) if memory is not None else None
         self._sources = {source.name: source for source in _sources(options, memory, self.rooms, self._data)}
         self._leases: dict[Room, KvLease] = {}
         self._waiting: dict[int, list[_Visit]] = {}
@@ -120,7 +132,7 @@ class KvLender:
     def attach(self, room: Room, visit: "_Visit") -> wire.Accepted:
         """Tell the holder of `room` from now on what becomes of it; return the first thing to tell."""
         self._leases[room].attach(visit)
-        return wire.Accepted(self._name, self._memory, tuple(self._sources), room.prompt_tokens)
+        return wire.Accepted(self._name, self._memory, tuple(self._sources), room.prompt_tokens, self._meeting)
 
     def open_way(self, visit: "_Visit", way: str) -> None:
         """Prepare a way to read our memory and tell the visitor about it."""
@@ -156,7 +168,7 @@ class KvLender:
         except (OSError, PeerLost, asyncio.CancelledError):  # TimeoutError is an OSError
             connection.close()
             return
-        if preamble == wire.DATA and self._data.name in self._sources:
+        if preamble == wire.DATA and self._data is not None and self._data.name in self._sources:
             await self._data.serve(connection)
         elif preamble == wire.LINE:
             visit = _Visit(self, self._memory, self._options)
@@ -230,7 +242,7 @@ class KvLease:
 class _Visit:
     """Somebody on the line."""
 
-    def __init__(self, lender: KvLender, memory: KvMemory, options: TransferOptions) -> None:
+    def __init__(self, lender: KvLender, memory: KvMemory | None, options: TransferOptions) -> None:
         self.line = Line(options.beat_s, options.silence_s)
         self.line.on_message = self._hear
         self.line.on_lost = self._lost
@@ -280,7 +292,7 @@ class _Visit:
                 self.claim()
             case wire.Open() if self._room is not None:
                 self._lender.open_way(self, message.way)
-            case wire.Taken() if self._room is not None and self._room.complete:
+            case wire.Taken() if self._room is not None and (self._room.complete or self._memory is None):
                 self._lender.end(self._room, RoomState.DONE)
             case wire.Failed() if self._claim is not None:
                 self._regret(failure(message))
@@ -309,9 +321,13 @@ class _Visit:
         self.leave()
 
 
-def _sources(options: TransferOptions, memory: KvMemory, rooms: Rooms, data: TcpSource) -> Sequence[Source]:
+def _sources(
+    options: TransferOptions, memory: KvMemory | None, rooms: Rooms, data: TcpSource | None
+) -> Sequence[Source]:
     """Return the ways in which our memory can be read, best first."""
     sources: list[Source] = []
+    if memory is None or data is None:
+        return sources
     for way in chosen_ways(options):
         if way == "shm" and memory.descriptor is not None:
             sources.append(ShmSource(memory, rooms.check))

@@ -64,8 +64,12 @@ def require_sound(memory: KvMemory, size: int) -> None:
         raise PeerLost(f"a KV cache of {memory.nbytes} bytes does not fit the {size} bytes that are there")
 
 
-def require_alike(mine: KvMemory, theirs: KvMemory) -> None:
-    """Raise PeerLost unless the blocks of one memory are blocks of the other."""
+def require_alike(mine: KvMemory | None, theirs: KvMemory | None) -> None:
+    """Raise PeerLost unless the blocks of one memory are blocks of the other, or both engines move KV by themselves."""
+    if mine is None and theirs is None:
+        return
+    if mine is None or theirs is None:
+        raise PeerLost("one engine moves KV by itself, and the other does not: they cannot hand over to each other")
     pairs = [(name, getattr(mine.shape, name), getattr(theirs.shape, name)) for name in mine.shape.__struct_fields__]
     pairs += [(name, getattr(mine, name), getattr(theirs, name)) for name in ("planes", "block_bytes")]
     different = [f"{name} is {own} here and {other} there" for name, own, other in pairs if own != other]

@@ -13,6 +13,9 @@ length, four of checksum, then a tagged message. A frame that is too long, corru
            ◄──────────────────── Released ... while it was still held: only now it may be used
     Failed ◄───────────────────► Failed   from either side: it is over, and why
     Beat   ◄───────────────────► Beat     every so often, from both
+
+Where the engines move KV by themselves, neither side has a memory to show. Accepted says where the engines meet, and
+Taken that they have met.
 """
 
 import struct
@@ -37,16 +40,17 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 
     room: Room
     secret: bytes
-    memory: KvMemory
+    memory: KvMemory | None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     """The room is yours. `lender` is the name of this run of the lender's process."""
 
     lender: str
-    memory: KvMemory
+    memory: KvMemory | None
     ways: tuple[str, ...]
     prompt_tokens: int
+    meeting: tuple[str, int] | None = None
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):

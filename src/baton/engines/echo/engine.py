@@ -188,6 +188,10 @@ class EchoEngine:
         """See `Engine.control`."""
         raise Unsupported("the echo engine has nothing to control")
 
+    def metrics(self) -> str:
+        """See `Engine.metrics`."""
+        return ""
+
     def progress(self) -> Progress:
         """See `Engine.progress`."""
         return Progress(self._steps, len(self._running), len(self._waiting))

@@ -86,6 +86,8 @@ class Controls:
                 return self._stop_profile()
             case UpdateWeights() | JoinGroup():
                 raise AssertionError("these have been prepared")
+            case _:
+                raise Unsupported(f"the torch engine cannot do {verb.__struct_config__.tag}")
 
     def after_step(self) -> None:
         """Count a step of a recording that ends by itself."""

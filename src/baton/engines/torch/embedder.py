@@ -104,6 +104,10 @@ class TorchEmbedder:
         """See `Engine.control`."""
         raise Unsupported("an engine that embeds has nothing to control")
 
+    def metrics(self) -> str:
+        """See `Engine.metrics`."""
+        return ""
+
     def progress(self) -> Progress:
         """See `Engine.progress`."""
         with self._changed:

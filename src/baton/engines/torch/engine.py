@@ -118,7 +118,7 @@ class TorchEngine:
             compiling = self._guides.compile(guided)
             compiling.add_done_callback(lambda done: self._thread.post(self._add_guided, choices, done))
         self._open[work.request_id] = stream
-        if work.handoff is not None:
+        if isinstance(work.handoff, Produce | Consume):
             self._handoffs[work.request_id] = work.handoff
         return stream
 
@@ -159,6 +159,10 @@ class TorchEngine:
             finally:
                 self._controlling = False
 
+    def metrics(self) -> str:
+        """See `Engine.metrics`."""
+        return ""
+
     def progress(self) -> Progress:
         """See `Engine.progress`."""
         steps, running = (self._core.steps, self._core.running) if self._core else (0, 0)
@@ -170,11 +174,11 @@ class TorchEngine:
         """See `Engine.readings`."""
         told: LoadSnapshot | None = None
         while self._dead is None or self._events:
+            self._news.clear()
             while self._events:
                 yield self._events.popleft()
             if self._load is not None and self._load != told:
                 yield (told := self._load)
-            self._news.clear()
             if not self._events and self._dead is None:
                 await self._news.wait()
                 if not self._events:

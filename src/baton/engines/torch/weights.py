@@ -17,10 +17,11 @@ from torch.distributed import distributed_c10d
 
 from baton.engines.torch.loader import load_weights, mismatch
 from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies, read_llama_config
-from baton.errors import ConfigError, EngineFailed, InvalidRequest
+from baton.errors import ConfigError, EngineFailed, InvalidRequest, Unsupported
 from baton.protocol.control import (
     FromDisk,
     FromGroup,
+    FromIpc,
     FromSharedMemory,
     FromTensors,
     InlineTensor,
@@ -107,6 +108,8 @@ def gather(source: WeightSource, parts: Parts, config: LlamaConfig, group: Weigh
     if isinstance(source, FromDisk):
         directory = Path(source.path).expanduser()
         return lambda: _from_disk(directory, parts, config)
+    if isinstance(source, FromIpc):
+        raise Unsupported("source: the torch engine has no GPU memory in common with other processes")
     _check(source.tensors, parts)
     match source:
         case FromTensors():
