@@ -5,21 +5,18 @@ import cProfile
 import gc
 import logging
 import os
-import random
-import socket
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton.build import build_engine, import_engine
-from baton.config import MAX_SYSTEM_PORT, Settings
+from baton.config import Settings, control_token
 from baton.control.orders import Orders
 from baton.control.presence import Absence, Presence
-from baton.control.routes import expose_orders
-from baton.errors import BatonError, ConfigError, Draining, EngineDead
+from baton.errors import BatonError, ConfigError, Draining, EngineDead, Unsupported
 from baton.handlers._call import Desk, Limits
-from baton.handlers._gate import Gate
+from baton.handlers._gate import Gate, GateState
 from baton.health.canary import Canary, Probe, try_probe
 from baton.health.watchdog import watch
 from baton.kv_peers import kv_path, kv_service, refuse_unlike_peers
@@ -29,9 +26,11 @@ from baton.ports.runtime import Endpoint, Runtime
 from baton.protocol.events import LoadSnapshot
 from baton.publish.metrics import WorkerMetrics
 from baton.roles import Duty, Post, announce, path_of, role_of, take_up
-from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.signals import stop_on_signals
+from baton.system.exposition import Patience, join
+from baton.system.server import SystemServer
+from baton.system.shapes import Health, State
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +38,7 @@ EXIT_FAILED = 75  # EX_TEMPFAIL: start me again
 LAST_WORDS_S = 5.0
 CANCEL_TRIES = 3
 LISTING_TRIES = 2
+METRICS_S = 3.0
 
 
 def run_worker(settings: Settings) -> int:
@@ -50,18 +50,29 @@ def run_worker(settings: Settings) -> int:
 
 async def _main(settings: Settings) -> int:
     stop = stop_on_signals(drain_s=settings.drain_s)
-    port = settings.system_port or _free_port(settings.system_host)
-    refuse_unusable_address(settings.system_host, port, "--system-host", "--system-port")
-    runtime = DynamoRuntime(
-        settings.runtime, settings.system_host, port, settings.reader_stall_s, leave_s=settings.abort_s + 1
-    )
+    token = control_token(settings)
+    server = SystemServer(settings.system_host, settings.system_port, takes_orders=settings.takes_orders, token=token)
+    await server.start()
+    try:
+        return await _work(settings, stop, server)
+    finally:
+        await server.aclose()
+
+
+async def _work(settings: Settings, stop: asyncio.Event, server: SystemServer) -> int:
     await asyncio.to_thread(import_engine, settings)
-    worker = Worker(settings, build_engine(settings), runtime)
+    runtime = DynamoRuntime(
+        settings.runtime,
+        tells_metrics=True,
+        reader_stall_s=settings.reader_stall_s,
+        leave_s=settings.abort_s + 1,
+    )
+    server.subject = worker = Worker(settings, build_engine(settings), runtime)
 
     def on_ready() -> None:
-        log.info("health and metrics on http://%s:%d", settings.system_host, port)
+        log.info("health and metrics on %s", server.url)
         gc.freeze()  # what has been loaded stays; the collector need not look at it again
-        notify(f"READY=1\nSTATUS=health on {settings.system_host}:{port}")
+        notify(f"READY=1\nSTATUS=health on {server.url}")
 
     profile = cProfile.Profile() if settings.profile_dir else None
     if profile is not None:
@@ -81,22 +92,39 @@ async def _main(settings: Settings) -> int:
     return 0
 
 
+class _Open(NamedTuple):
+    """A worker that has begun to serve: where, under whose orders, and how it is probed."""
+
+    endpoint: Endpoint
+    orders: Orders
+    probe: Probe
+
+
 class Worker:
-    """One engine, one role, one runtime, from start to stop."""
+    """One engine, one role, one runtime, from start to stop. What the system server asks of it can be asked any time.
+
+    A node of an engine that is spread over machines, and not its leader, has the engine only: nobody finds it.
+    """
 
     def __init__(self, settings: Settings, engine: Engine, runtime: Runtime) -> None:
         self._settings = settings
         self._engine = engine
         self._runtime = runtime
         self._role = role_of(settings, engine.capabilities)
-        self._metrics = WorkerMetrics(self._role)
+        self.observed = WorkerMetrics(self._role)
         self.gate = Gate(settings.max_in_flight)
         self._limits = Limits(
             deadline_s=settings.deadline_s, abort_s=settings.abort_s, flush_s=settings.flush_ms / 1000
         )
         self._duty: Duty | None = None
+        self._info: EngineInfo | None = None
+        self._open: _Open | None = None
+        self._sources = [
+            Patience("the engine", lambda: asyncio.to_thread(engine.metrics), METRICS_S),
+            Patience("the runtime", runtime.metrics, METRICS_S),
+        ]
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._metrics.in_flight.set_function(lambda: self.gate.in_flight)
+        self.observed.in_flight.set_function(lambda: self.gate.in_flight)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until `stop` is set, then drain. Raises ConfigError, or the scope-"worker" error that ended it."""
@@ -107,9 +135,9 @@ class Worker:
             tasks += [starting, stopping]
             await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
-                endpoint, orders, probe = starting.result()
+                starting.result()
                 on_ready()
-                await self._serve(endpoint, orders, probe, stopping)
+                await self._serve(stopping)
         finally:
             if stop.is_set():  # otherwise the last words are about what went wrong
                 _tell("ending what it serves")
@@ -118,33 +146,72 @@ class Worker:
             await _bounded("the engine did not stop", self._engine.stop(), self._settings.abort_s)
             await _cancel(tasks)
             await self._close_duty()  # a start that was cut short may have opened it meanwhile
+            for source in self._sources:
+                source.close()
+
+    def health(self) -> Health:
+        """See `Subject.health`."""
+        state = self._state()
+        return Health(
+            ready=state == "serving",
+            state=state,
+            in_flight=self.gate.in_flight,
+            model=self._info.model_name if self._info is not None else None,
+            role=self._role,
+            engine=self._settings.engine,
+        )
+
+    async def metrics(self) -> str:
+        """See `Subject.metrics`."""
+        others = self._sources if self._info is not None else []
+        return join([self.observed.render(), *await asyncio.gather(*(source.text() for source in others))])
+
+    def control(self) -> Orders | None:
+        """See `Operated.control`."""
+        if self._info is not None and not self._info.leader:
+            raise Unsupported("this node follows another in its engine; orders go to the leader")
+        return self._open.orders if self._open is not None else None
+
+    def count_order(self, verb: str, outcome: str, seconds: float) -> None:
+        """See `Operated.count_order`."""
+        self.observed.ordered(verb, outcome, seconds)
+
+    def _state(self) -> State:
+        if self._fatal.done() or self.gate.state is GateState.DRAINING:
+            return "draining"
+        if self._info is None or (self._open is None and self._info.leader):
+            return "starting"
+        if self._open is None or self._open.orders.presence.listed:
+            return "serving"
+        return "paused" if self.gate.state is GateState.PAUSED else "ill"
 
     async def _close_duty(self) -> None:
         duty, self._duty = self._duty, None
         if duty is not None:
             await _bounded("what the role held did not close", duty.close(), LAST_WORDS_S)
 
-    async def _start(self) -> tuple[Endpoint, Orders, Probe]:
+    async def _start(self) -> None:
         """Bring everything up, in time."""
         try:
             async with asyncio.timeout(self._settings.start_s):
                 info = await self._engine.start()
-                await self._runtime.start()
-                opened = await self._open(info)
+                if info.leader:
+                    await self._runtime.start()
+                    self._open = await self._open_to_all(info)
+                self._info = info
         except TimeoutError:
             raise EngineDead(f"the start took longer than {self._settings.start_s:g} s") from None
-        log.info("serving %s as %s on the %s engine", info.model_name, self._role, self._settings.engine)
-        return opened
+        self.observed.healthy.set(True)
+        what = self._role if info.leader else "a node that follows"
+        log.info("serving %s as %s on the %s engine", info.model_name, what, self._settings.engine)
 
-    async def _open(self, info: EngineInfo) -> tuple[Endpoint, Orders, Probe]:
+    async def _open_to_all(self, info: EngineInfo) -> _Open:
         """Serve the endpoint, see that the role works, and only then be found."""
-        self._runtime.expose_metrics(self._metrics.render)
-        self._runtime.expose("live", self._answer_live)
-        desk = Desk(self.gate, self._limits, self._metrics, self._role, self._fail)
-        side_desk = Desk(Gate(1), self._limits, self._metrics, "canary", self._fail)
+        desk = Desk(self.gate, self._limits, self.observed, self._role, self._fail)
+        side_desk = Desk(Gate(1), self._limits, self.observed, "canary", self._fail)
         post = Post(self._settings, self._engine, info, desk, side_desk)
         duty = self._duty = await take_up(self._role, post)
-        self._metrics.show_transfers(duty.lender.rooms if duty.lender else None, duty.borrower)
+        self.observed.show_transfers(duty.lender.rooms if duty.lender else None, duty.borrower)
         if duty.shape is not None:
             await self._runtime.serve(kv_path(self._settings, self._role), kv_service(duty.shape))
             await refuse_unlike_peers(self._runtime, self._settings, self._role, duty.shape)
@@ -153,59 +220,63 @@ class Worker:
         if problem is not None:
             raise EngineDead(f"the first probe failed: {problem}")
         await endpoint.advertise(announce(self._role, post, duty))
-        self._set_healthy(True)
-        return endpoint, self._take_orders(endpoint), duty.probe
-
-    def _take_orders(self, endpoint: Endpoint) -> Orders:
-        presence = Presence(endpoint, self.gate, self._runtime.set_ready, LAST_WORDS_S)
+        presence = Presence(endpoint, self.gate, LAST_WORDS_S)
         orders = Orders(self._engine, presence, self.gate, self._settings.control_s, self._fail)
-        if self._settings.takes_orders:
-            expose_orders(self._runtime, orders)
-        return orders
+        return _Open(endpoint, orders, duty.probe)
 
-    async def _serve(self, endpoint: Endpoint, orders: Orders, probe: Probe, stopping: asyncio.Task[bool]) -> None:
+    async def _serve(self, stopping: asyncio.Task[bool]) -> None:
         """Serve until told to stop or until something fails that a restart must mend, then leave."""
-
-        async def on_change(healthy: bool, problem: str) -> None:
-            self._metrics.healthy.set(healthy)
-            # A worker that cannot leave discovery, or come back, is of no use: the failure ends it.
-            await (orders.presence.come_back if healthy else orders.presence.leave)(Absence.ILL)
-
-        canary = Canary(
-            probe,
-            lambda: self.gate.in_flight > 0,
-            on_change,
-            self._settings.canary_s,
-            self._settings.canary_timeout_s,
-            self._settings.stall_s,
-            lambda: orders.excused,
-        )
-        probing = self._guard("canary", canary.run())
-        guards = [
-            probing,
-            self._guard("watchdog", watch(self._engine, self._settings.stall_s, lambda: orders.excused)),
-            self._guard("readings", self._read_engine(endpoint)),
-            self._guard("listing", self._watch_listing(endpoint, orders.presence)),
-        ]
+        probing = [self._guard("canary", self._canary(self._open).run())] if self._open is not None else []
+        guards = [*probing, *self._guards()]
         try:
             await self._first_of(stopping)
-            probing.cancel()  # it must not bring a worker back that is leaving
-            await self._leave(orders)
+            for guard in probing:
+                guard.cancel()  # it must not bring a worker back that is leaving
+            await self._leave()
         finally:
             await _cancel(guards)
         if self._fatal.done():
             self._fatal.result()
 
-    async def _leave(self, orders: Orders) -> None:
+    def _guards(self) -> list[asyncio.Task[Any]]:
+        stall_s, opened = self._settings.stall_s, self._open
+        if opened is None:
+            return [self._guard("watchdog", watch(self._engine, stall_s)), self._guard("readings", self._read_engine())]
+        return [
+            self._guard("watchdog", watch(self._engine, stall_s, lambda: opened.orders.excused)),
+            self._guard("readings", self._read_engine()),
+            self._guard("listing", self._watch_listing(opened.endpoint, opened.orders.presence)),
+        ]
+
+    def _canary(self, opened: _Open) -> Canary:
+        presence = opened.orders.presence
+
+        async def on_change(healthy: bool, problem: str) -> None:
+            self.observed.healthy.set(healthy)
+            # A worker that cannot leave discovery, or come back, is of no use: the failure ends it.
+            await (presence.come_back if healthy else presence.leave)(Absence.ILL)
+
+        return Canary(
+            opened.probe,
+            lambda: self.gate.in_flight > 0,
+            on_change,
+            self._settings.canary_s,
+            self._settings.canary_timeout_s,
+            self._settings.stall_s,
+            lambda: opened.orders.excused,
+        )
+
+    async def _leave(self) -> None:
         """Leave discovery, let requests finish for `drain_s`, fail the rest so that they move elsewhere.
 
         A failure, before or meanwhile, cuts it short.
         """
         self.gate.drain()
-        orders.close()
-        self._set_healthy(False)
-        _tell("leaving discovery")
-        await _bounded("could not leave discovery", orders.presence.aclose(), LAST_WORDS_S)
+        self.observed.healthy.set(False)
+        if self._open is not None:
+            self._open.orders.close()
+            _tell("leaving discovery")
+            await _bounded("could not leave discovery", self._open.orders.presence.aclose(), LAST_WORDS_S)
         log.info("draining %d requests for up to %g s", self.gate.in_flight, self._settings.drain_s)
         _tell(f"draining {self.gate.in_flight} requests")
         idle = asyncio.create_task(self._idle(self._settings.drain_s))
@@ -242,19 +313,13 @@ class Worker:
             missed = missed + 1 if presence.listed and not endpoint.is_listed else 0
         raise EngineDead("discovery has lost this worker; a restart brings it back")
 
-    async def _read_engine(self, endpoint: Endpoint) -> None:
+    async def _read_engine(self) -> None:
         async with aclosing(self._engine.readings()) as readings:
             async for reading in readings:
                 if isinstance(reading, LoadSnapshot):
-                    self._metrics.load(reading)
-                endpoint.tell(reading)
-
-    async def _answer_live(self, _: dict[str, object]) -> dict[str, object]:
-        return {"state": self.gate.state.value, "in_flight": self.gate.in_flight}
-
-    def _set_healthy(self, healthy: bool) -> None:
-        self._metrics.healthy.set(healthy)
-        self._runtime.set_ready(healthy)
+                    self.observed.load(reading)
+                if self._open is not None:
+                    self._open.endpoint.tell(reading)
 
     def _fail(self, error: BatonError) -> None:
         if not self._fatal.done():
@@ -290,15 +355,3 @@ def _tell(doing: str) -> None:
     """Say what a worker that stops is doing, so that who waits for it knows what for."""
     log.debug("%s", doing)
     notify(f"STATUS={doing}")
-
-
-def _free_port(host: str) -> int:
-    """Return a port for the system server, which takes none above 32767."""
-    for port in random.sample(range(10_000, MAX_SYSTEM_PORT), 100):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise ConfigError(f"no free port on {host} for /health and /metrics; give one with --system-port")

@@ -1,13 +1,19 @@
 """The runtime contract over ai-dynamo-runtime: file discovery, requests over TCP, all in this process."""
 
+import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from dynamo import _core
 
-from baton.ports.runtime import Runtime
+from baton.ports.runtime import Context, Runtime, Service, Wire
+from baton.protocol.events import KvCleared, KvStored
 from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.runtimes.dynamo.runtime import DynamoRuntime
-from baton.testing import RuntimeContract
+from baton.testing import RuntimeContract, run_bounded
+from baton.testing.runtime_contract import CARD, PATH
 
 
 class TestDynamoRuntime(RuntimeContract):
@@ -16,4 +22,45 @@ class TestDynamoRuntime(RuntimeContract):
         self._options = RuntimeOptions(directory=str(tmp_path / "discovery"))
 
     def make_runtime(self) -> Runtime:
-        return DynamoRuntime(self._options)
+        return DynamoRuntime(self._options, tells_metrics=True)
+
+    def test_the_runtimes_own_metrics_are_told(self) -> None:
+        async def body() -> None:
+            async with self._served(_echo) as served:
+                await served.call()
+                text = await served.runtime.metrics()
+                assert "dynamo_component_requests_total" in text
+
+        run_bounded(body(), self.limit_s)
+
+    def test_a_router_knows_which_rank_has_a_prompt(self) -> None:
+        tokens = list(range(64))
+
+        async def body() -> None:
+            runtime = DynamoRuntime(self._options)
+            await runtime.start()
+            try:
+                endpoint = await runtime.serve(PATH, Service(_echo, _as_it_is, _as_it_is))
+                await endpoint.advertise(CARD)
+                router = _core.KvRouter(runtime.raw.endpoint(PATH), CARD.block_size, _core.KvRouterConfig())
+                endpoint.tell(KvStored((1, 2, 3), tuple(tokens[:48]), CARD.block_size, dp_rank=1))
+                found = (0, 0)
+                while found != (1, 3):
+                    await asyncio.sleep(0.05)
+                    found = (await router.best_worker(tokens))[1:]
+                endpoint.tell(KvCleared(dp_rank=1))
+                while found[1]:
+                    await asyncio.sleep(0.05)
+                    found = (await router.best_worker(tokens))[1:]
+            finally:
+                await runtime.shutdown()
+
+        run_bounded(body(), self.limit_s)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+async def _echo(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+    yield request

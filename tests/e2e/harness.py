@@ -23,7 +23,7 @@ START_S = 30.0
 LOAD_S = 120.0  # for a worker that loads a model on a busy machine
 STOP_S = 60.0
 LOG_TAIL_CHARS = 3000
-LAST_SYSTEM_PORT = 32767
+LAST_FIXED_PORT = 32767
 
 T = TypeVar("T")
 
@@ -49,11 +49,10 @@ def eventually(look: Callable[[], T], within_s: float = 15.0, what: str = "") ->
 def free_ports(count: int) -> int:
     """Return the first of `count` ports in a row that nobody listens on now.
 
-    They are below those that the kernel gives to clients, which none can take before Baton does, and which are too high
-    for a system port.
+    They are below those that the kernel gives to clients, which none can take before Baton does.
     """
     for _ in range(1000):
-        first = random.randrange(10_000, LAST_SYSTEM_PORT - count)
+        first = random.randrange(10_000, LAST_FIXED_PORT - count)
         if all(_is_free(first + offset) for offset in range(count)):
             return first
     raise AssertionError(f"no {count} free ports in a row")
@@ -195,9 +194,12 @@ class System:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
         return connection
 
-    def system(self, path: str, worker: int = 0) -> tuple[int, str]:
-        """Get `path` from a worker's system port."""
-        return _fetch(urllib.request.Request(f"http://127.0.0.1:{self.system_ports[worker]}{path}"))
+    def system(
+        self, path: str, worker: int = 0, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        """Get `path` from a worker's system port, or post `body` to it."""
+        url = f"http://127.0.0.1:{self.system_ports[worker]}{path}"
+        return _fetch(urllib.request.Request(url, data=body, headers=dict(headers or {})))
 
     def metric(self, name: str, worker: int = 0, **labels: str) -> float:
         """Return a metric of a worker, 0 if it has none of that name and those labels."""

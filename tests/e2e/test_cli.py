@@ -130,7 +130,7 @@ def test_a_wrong_variable_is_refused(command: str, variable: str, value: str, wo
         (("serve", "--port", "many"), "port"),
         (("serve", "--port", "-5"), "port"),
         (("frontend", "--port", "65536"), "port"),
-        (("worker", "--system-port", "40000"), "system_port"),
+        (("worker", "--system-port", "70000"), "system_port"),
         (("serve", "--workers", "0"), "workers"),
         (("serve", "--deadline-s", "0"), "deadline_s"),
         (("worker", "--deadline-s", "nan"), "deadline_s"),

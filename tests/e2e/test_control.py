@@ -1,6 +1,8 @@
 """Operators' orders over HTTP to real workers: memory, pauses, weights and profiles, while clients ask for answers."""
 
 import json
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +11,13 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from baton.testing.tiny import make_tiny_model
-from e2e.harness import Serve, System, eventually, fetch
+from e2e.harness import BATON, Process, Serve, System, environment, eventually, fetch, free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -43,27 +46,39 @@ def awake(request: pytest.FixtureRequest) -> Iterator[None]:
     if "serve" in request.fixturenames:
         serve = request.getfixturevalue("serve")
         obey(serve, "continue")
-        obey(serve, "resume_memory", {"tags": ["kv_cache", "weights"]})
+        obey(serve, "memory/resume", {"tags": ["kv_cache", "weights"]})
         serves_again(serve)
 
 
-def order(system: System, verb: str, body: object = None, worker: int = 0) -> dict[str, Any]:
-    """Give an order; return the answer, whatever it is."""
-    status, text = post(system, f"/engine/control/{verb}", json.dumps({} if body is None else body), worker)
-    assert status == 200, text
-    answer: dict[str, Any] = json.loads(text)
-    return answer
+def order(system: System, verb: str, body: object = None, worker: int = 0) -> tuple[int, dict[str, Any]]:
+    """Give an order; return the status and the answer, whatever they are."""
+    status, text = system.system(f"/control/{verb}", worker, json.dumps({} if body is None else body).encode())
+    return status, json.loads(text)
 
 
 def obey(system: System, verb: str, body: object = None, worker: int = 0) -> dict[str, Any]:
     """Give an order that is carried out."""
-    answer = order(system, verb, body, worker)
-    assert answer["status"] == "ok", answer
+    status, answer = order(system, verb, body, worker)
+    assert status == 200, answer
     return answer
 
 
-def post(system: System, path: str, body: str, worker: int = 0) -> tuple[int, str]:
-    return fetch(f"http://127.0.0.1:{system.system_ports[worker]}{path}", body.encode())
+def standing(system: System, worker: int = 0) -> dict[str, Any]:
+    """Return where a worker stands."""
+    status, text = system.system("/control/status", worker)
+    assert status == 200, text
+    return dict(json.loads(text))
+
+
+def ctl(system: System, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `baton ctl` for the first worker."""
+    return subprocess.run(
+        [BATON, "ctl", str(system.system_ports[0]), *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(variables),
+    )
 
 
 def say(system: System, tokens: int = 24, prompt: str = "once upon a time") -> str:
@@ -104,28 +119,29 @@ class Reader(threading.Thread):
         return self.text
 
 
-def test_status_tells_where_a_worker_stands_by_get_too(serve: Serve) -> None:
-    status = obey(serve, "status")
+def test_status_tells_where_a_worker_stands(serve: Serve) -> None:
+    status = standing(serve)
     assert (status["weight_version"], status["paused"], status["released"]) == ("initial", False, [])
     assert (status["listed"], status["in_flight"]) == (True, 0)
     assert status["capabilities"]["weight_sources"] == ["disk", "group", "shared_memory", "tensors"]
-    assert json.loads(serve.system("/engine/control/status")[1]) == status
+    told = ctl(serve, "status", "--json")
+    assert (told.returncode, json.loads(told.stdout)) == (0, status)
 
 
 def test_memory_goes_and_comes_back_in_stages_and_so_does_the_worker(serve: Serve) -> None:
     before = say(serve)
     full = serve.worker().memory_info().rss
-    obey(serve, "release_memory", {"tags": ["kv_cache", "weights"]})
+    obey(serve, "memory/release", {"tags": ["kv_cache", "weights"]})
     assert full - serve.worker().memory_info().rss > 30e6  # the weights alone are 40 MB
     eventually(lambda: serve.instances() == 0)
     assert serve.health() == 503
     with pytest.raises(openai.APIStatusError) as refusal:
         say(serve)
     assert refusal.value.status_code in (404, 503)
-    assert obey(serve, "resume_memory", {"tags": ["weights"]})["released"] == ["kv_cache"]
+    assert obey(serve, "memory/resume", {"tags": ["weights"]})["released"] == ["kv_cache"]
     time.sleep(0.5)
     assert serve.instances() == 0
-    assert obey(serve, "resume_memory", {"tags": ["kv_cache"]})["released"] == []
+    assert obey(serve, "memory/resume", {"tags": ["kv_cache"]})["released"] == []
     serves_again(serve)
     assert serve.health() == 200
     assert say(serve) == before
@@ -134,7 +150,7 @@ def test_memory_goes_and_comes_back_in_stages_and_so_does_the_worker(serve: Serv
 @pytest.mark.parametrize(
     ("go", "back"),
     [
-        (("release_memory", {"tags": ["kv_cache", "weights"]}), ("resume_memory", {"tags": ["kv_cache", "weights"]})),
+        (("memory/release", {"tags": ["kv_cache", "weights"]}), ("memory/resume", {"tags": ["kv_cache", "weights"]})),
         (("pause", {"mode": "keep"}), ("continue", {})),
         (("pause", {"mode": "retract"}), ("continue", {})),
     ],
@@ -146,7 +162,7 @@ def test_an_answer_that_was_on_its_way_goes_on_where_it_was(
     undisturbed = Reader(serve).whole()
     reader = Reader(serve)
     obey(serve, *go)
-    assert obey(serve, "status")["in_flight"] == 1
+    assert standing(serve)["in_flight"] == 1
     time.sleep(0.3)
     so_far = reader.text
     time.sleep(0.7)
@@ -172,15 +188,16 @@ def test_new_weights_change_the_answers_and_the_old_ones_bring_them_back(
 ) -> None:
     before = say(serve)
     reader = Reader(serve)
-    outcome = obey(serve, "update_weights", {"source": {"type": "disk", "path": str(models[1])}, "version": "step-100"})
+    outcome = obey(serve, "weights/update", {"source": {"type": "disk", "path": str(models[1])}, "version": "step-100"})
     assert outcome["weight_version"] == "step-100"
-    assert obey(serve, "status")["weight_version"] == "step-100"
+    assert standing(serve)["weight_version"] == "step-100"
     assert reader.whole()
     assert say(serve) != before
-    bad = order(serve, "update_weights", {"source": {"type": "disk", "path": str(models[1] / "no")}, "version": "3"})
-    assert (bad["status"], bad["code"]) == ("error", "invalid_request")
-    assert obey(serve, "status")["weight_version"] == "step-100"
-    obey(serve, "update_weights", {"source": {"type": "disk", "path": str(models[0])}, "version": "step-0"})
+    missing = {"source": {"type": "disk", "path": str(models[1] / "no")}, "version": "3"}
+    status, answer = order(serve, "weights/update", missing)
+    assert (status, answer["error"]["code"]) == (400, "invalid_request")
+    assert standing(serve)["weight_version"] == "step-100"
+    obey(serve, "weights/update", {"source": {"type": "disk", "path": str(models[0])}, "version": "step-0"})
     assert say(serve) == before
 
 
@@ -194,45 +211,136 @@ def test_the_cache_can_be_cleared(serve: Serve) -> None:
 
     cached()
     assert cached() > 0
-    obey(serve, "clear_cache")
+    obey(serve, "cache/clear")
     assert cached() == 0
 
 
 def test_a_profile_appears_after_its_steps(serve: Serve, tmp_path: Path) -> None:
-    path = Path(obey(serve, "start_profile", {"directory": str(tmp_path / "profiles"), "steps": 5})["path"])
+    path = Path(obey(serve, "profile/start", {"directory": str(tmp_path / "profiles"), "steps": 5})["path"])
     say(serve)
     assert path.parent == tmp_path / "profiles"
     assert eventually(lambda: json.loads(path.read_text())["traceEvents"], what="the profile")
-    assert obey(serve, "stop_profile")["path"] == str(path)
+    assert obey(serve, "profile/stop")["path"] == str(path)
+
+
+def test_d34_naming_a_weight_version_ends_no_request(serve: Serve) -> None:
+    reader = Reader(serve)
+    before = standing(serve)["weight_version"]
+    assert ctl(serve, "weights/version", "--version", "renamed").returncode == 0
+    assert json.loads(serve.system("/control/weights/version")[1])["weight_version"] == "renamed"
+    assert standing(serve)["listed"]
+    assert reader.whole() == Reader(serve).whole()
+    obey(serve, "weights/version", {"version": before})
+
+
+def test_d13_drain_lets_requests_finish(serve: Serve) -> None:
+    undisturbed = Reader(serve).whole()
+    reader = Reader(serve)
+    status, answer = order(serve, "pause", {"mode": "drain", "timeout_s": 0.01})
+    assert (status, answer["error"]["code"]) == (409, "conflict")
+    assert "1 requests still run" in answer["error"]["message"]
+    serves_again(serve)
+    assert obey(serve, "pause", {"mode": "drain"})["paused"]
+    assert reader.whole() == undisturbed
+    assert (serve.health(), serve.system("/live")[0]) == (503, 200)
+    assert ctl(serve, "continue").stdout.startswith("continued")
+    serves_again(serve)
 
 
 @pytest.mark.parametrize(
-    ("verb", "body", "code", "complaint"),
+    ("verb", "body", "status", "code", "complaint"),
     [
-        ("release_memory", {}, "invalid_request", "`tags`"),
-        ("release_memory", {"tags": ["cuda_graph"]}, "unsupported", "cuda_graph"),
-        ("pause", {"mode": "softly"}, "invalid_request", "$.mode"),
-        ("pause", [1, 2], "invalid_request", "object"),
-        ("pause", {"mood": "keep"}, "invalid_request", "mood"),
-        ("stop_profile", {"x": 1}, "invalid_request", "`x`"),
-        ("leave_group", {"group": "g"}, "invalid_request", "not in 'g'"),
-        ("update_weights", {"source": {"type": "ftp"}, "version": "1"}, "invalid_request", "$.source.type"),
+        ("memory/release", {}, 422, "invalid_request", "`tags`"),
+        ("memory/release", {"tags": ["cuda_graph"]}, 501, "unsupported", "cuda_graph"),
+        ("pause", {"mode": "softly"}, 422, "invalid_request", "$.mode"),
+        ("pause", [1, 2], 422, "invalid_request", "object"),
+        ("pause", {"mood": "keep"}, 422, "invalid_request", "mood"),
+        ("profile/stop", {"x": 1}, 422, "invalid_request", "`x`"),
+        ("weights/group/leave", {"group": "g"}, 400, "invalid_request", "not in 'g'"),
+        ("weights/update", {"source": {"type": "ftp"}, "version": "1"}, 422, "invalid_request", "$.source.type"),
+        ("lora/load", {"name": "a", "path": "/a"}, 501, "unsupported", "adapters"),
+        ("dance", {}, 404, "not_found", "dance"),
+        ("status", {}, 405, "method_not_allowed", "POST"),
+        ("pause", {"mode": "x" * 3_000_000}, 413, "too_large", "bytes"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bad_body_is_told_what_is_wrong_with_it(
-    serve: Serve, verb: str, body: object, code: str, complaint: str
+def test_a_bad_order_is_told_what_is_wrong_with_it(
+    serve: Serve, verb: str, body: object, status: int, code: str, complaint: str
 ) -> None:
-    answer = order(serve, verb, body)
-    assert (answer["status"], answer["code"]) == ("error", code)
-    assert complaint in answer["message"]
-    assert obey(serve, "status")["listed"]
+    got, answer = order(serve, verb, body)
+    assert (got, answer["error"]["code"]) == (status, code)
+    assert complaint in answer["error"]["message"]
+    assert standing(serve)["listed"]
 
 
-def test_what_is_no_order_at_all_is_refused_by_the_server(serve: Serve) -> None:
-    assert post(serve, "/engine/control/dance", "{}")[0] == 404
-    assert post(serve, "/engine/control/pause", "{not json")[0] == 400
-    assert post(serve, "/engine/control/pause", json.dumps({"mode": "x" * 3_000_000}))[0] == 413
+def test_what_is_no_json_is_refused(serve: Serve) -> None:
+    assert serve.system("/control/pause", 0, b"{not json")[0] == 400
     assert say(serve)
+
+
+def test_ctl_gives_orders_and_exits_by_what_came_of_them(serve: Serve, models: tuple[Path, Path]) -> None:
+    before = say(serve)
+    done = ctl(serve, "memory/release", "--tags", "kv_cache,weights")
+    assert done.returncode == 0, done.stderr
+    assert "released: kv_cache, weights" in done.stdout
+    refused = ctl(serve, "weights/update", json.dumps({"source": {"type": "disk", "path": "/m"}, "version": "2"}))
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("baton: conflict: ")
+    assert ctl(serve, "memory/resume", "--tags", "weights,kv_cache").returncode == 0
+    serves_again(serve)
+    assert say(serve) == before
+    wrong = ctl(serve, "dance")
+    assert (wrong.returncode, "no verb 'dance'" in wrong.stderr) == (2, True)
+
+
+def test_d34_control_needs_its_token(start: Callable[..., Serve], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    serve = start(Serve, "--control-token-file", str(token), "--system-host", "0.0.0.0")
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        assert serve.system("/control/status", headers=headers)[0] == 401
+        assert serve.system("/control/pause", body=b"{}", headers=headers)[0] == 401
+    assert serve.system("/control/status", headers={"Authorization": "Bearer s3cret"})[0] == 200
+    for path in ("/live", "/health", "/metrics"):
+        assert serve.system(path)[0] == 200
+    refused = ctl(serve, "status")
+    assert (refused.returncode, "unauthorized" in refused.stderr) == (1, True)
+    assert ctl(serve, "status", BATON_CONTROL_TOKEN="s3cret").returncode == 0
+    serve.stop()
+    assert all("s3cret" not in text for text in serve.logs().values())
+
+
+def test_an_open_address_takes_no_orders_without_a_token(start: Callable[..., Serve]) -> None:
+    serve = start(Serve, "--system-host", "0.0.0.0")
+    assert serve.system("/control/status")[0] == 404
+    assert serve.system("/health")[0] == 200
+    serve.stop()
+
+
+def test_a_worker_lives_while_it_loads(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    port = free_ports(1)
+    worker = Process(
+        ["worker", "--engine", "torch", "--model", str(models[0]), *FLAGS, "--system-port", str(port)],
+        tmp_path / "worker.log",
+        {"BATON_RUNTIME_DIRECTORY": str(tmp_path / "discovery")},
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        eventually(lambda: fetch(f"{url}/live")[0] == 200, 60, "it lives")
+        status, text = fetch(f"{url}/health")
+        assert (status, json.loads(text)["state"]) == (503, "starting")
+        assert fetch(f"{url}/control/pause", b"{}")[0] == 503
+        eventually(lambda: fetch(f"{url}/health")[0] == 200, 120, "it serves")
+        metrics = fetch(f"{url}/metrics")[1]
+        assert "baton_requests_total" in metrics
+        assert "dynamo_component_requests_total" in metrics
+        families = [family.name for family in text_string_to_metric_families(metrics)]
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+        assert len(set(families)) == len(families)
+    finally:
+        worker.kill()
 
 
 def test_requests_go_to_the_other_worker_while_one_is_idle(
@@ -240,11 +348,11 @@ def test_requests_go_to_the_other_worker_while_one_is_idle(
 ) -> None:
     serve = start(Serve, "--model", str(models[0]), *FLAGS, engine="torch", workers=2)
     before = say(serve)
-    obey(serve, "release_memory", {"tags": ["kv_cache", "weights"]}, worker=0)
+    obey(serve, "memory/release", {"tags": ["kv_cache", "weights"]}, worker=0)
     answers = {say(serve) for _ in range(20)}  # from the first moment on, none fails
     assert answers == {before}
     eventually(lambda: serve.instances() == 1)
-    obey(serve, "resume_memory", {"tags": ["kv_cache", "weights"]}, worker=0)
+    obey(serve, "memory/resume", {"tags": ["kv_cache", "weights"]}, worker=0)
     serves_again(serve, 2)
     assert {say(serve) for _ in range(6)} == {before}
     obey(serve, "pause", worker=1)

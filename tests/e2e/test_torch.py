@@ -174,7 +174,7 @@ def test_the_worker_answers_its_probes_while_it_computes(serve: Serve) -> None:
         asked = [pool.submit(chat, serve, STORY, max_tokens=150) for _ in range(8)]
         probes = 0
         while not all(one.done() for one in asked):
-            status, _ = serve.system("/engine/live")
+            status, _ = serve.system("/live")
             assert status == 200
             probes += 1
             time.sleep(0.05)

@@ -21,7 +21,6 @@ class Register:
     def __init__(self) -> None:
         self.listed = True
         self.shut = False
-        self.ready = True
         self.calls: list[str] = []
         self.trouble: dict[str, Exception | float] = {}
 
@@ -50,12 +49,12 @@ class Register:
     def resume(self) -> None:
         self.shut = False
 
-    def set_ready(self, ready: bool) -> None:
-        self.ready = ready
+    async def idle(self, timeout_s: float) -> bool:
+        return True
 
 
 def presence_of(register: Register) -> Presence:
-    return Presence(register, register, register.set_ready, limit_s=0.05)
+    return Presence(register, register, limit_s=0.05)
 
 
 def test_an_ordered_absence_leaves_discovery_and_shuts_the_door() -> None:
@@ -63,9 +62,9 @@ def test_an_ordered_absence_leaves_discovery_and_shuts_the_door() -> None:
         register = Register()
         presence = presence_of(register)
         await presence.leave(ORDERED)
-        assert (register.listed, register.shut, register.ready, presence.listed) == (False, True, False, False)
+        assert (register.listed, register.shut, presence.listed) == (False, True, False)
         await presence.come_back(ORDERED)
-        assert (register.listed, register.shut, register.ready, presence.listed) == (True, False, True, True)
+        assert (register.listed, register.shut, presence.listed) == (True, False, True)
 
     run_bounded(body())
 
@@ -73,8 +72,9 @@ def test_an_ordered_absence_leaves_discovery_and_shuts_the_door() -> None:
 def test_an_illness_leaves_the_door_open() -> None:
     async def body() -> None:
         register = Register()
-        await presence_of(register).leave(ILL)
-        assert (register.listed, register.shut, register.ready) == (False, False, False)
+        presence = presence_of(register)
+        await presence.leave(ILL)
+        assert (register.listed, register.shut, presence.listed) == (False, False, False)
 
     run_bounded(body())
 
@@ -106,7 +106,7 @@ def test_a_worker_that_cannot_leave_is_as_it_was(trouble: Exception | float) -> 
         presence = presence_of(register)
         with pytest.raises(PeerLost, match="nothing was done"):
             await presence.leave(ORDERED)
-        assert (register.listed, register.shut, register.ready, presence.listed) == (True, False, True, True)
+        assert (register.listed, register.shut, presence.listed) == (True, False, True)
 
     run_bounded(body())
 
@@ -142,6 +142,7 @@ def test_leaving_for_good_waits_for_a_return_on_its_way() -> None:
         presence = presence_of(register)
         await presence.leave(ORDERED)
         register.trouble["restore"] = 0.01
+        assert not presence.listed
         back = asyncio.create_task(presence.come_back(ORDERED))
         await asyncio.sleep(0)
         await presence.aclose()

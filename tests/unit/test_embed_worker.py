@@ -38,13 +38,13 @@ class Embedder(CountingEngine):
 
 
 @asynccontextmanager
-async def living(engine: CountingEngine, **settings: Any) -> AsyncIterator[MemoryRuntime]:
+async def living(engine: CountingEngine, **settings: Any) -> AsyncIterator[tuple[Worker, MemoryRuntime]]:
     runtime, stop, ready = MemoryRuntime(), asyncio.Event(), asyncio.Event()
     worker = Worker(msgspec.structs.replace(Settings(), **settings), engine, runtime)
     running = asyncio.create_task(worker.run(stop, ready.set))
     await asyncio.wait([running, asyncio.create_task(ready.wait())], return_when=asyncio.FIRST_COMPLETED)
     try:
-        yield runtime
+        yield worker, runtime
     finally:
         stop.set()
         await running
@@ -64,7 +64,7 @@ def endpoint_of(runtime: MemoryRuntime) -> MemoryEndpoint:
 
 def test_a_worker_that_embeds_says_so_and_does(directory: Path) -> None:
     async def body() -> None:
-        async with living(Embedder(directory)) as runtime:
+        async with living(Embedder(directory)) as (worker, runtime):
             card = endpoint_of(runtime).card
             assert card is not None
             assert (card.surfaces, card.accepts, card.name) == (frozenset({"embeddings"}), "text", "counter")
@@ -77,8 +77,7 @@ def test_a_worker_that_embeds_says_so_and_does(directory: Path) -> None:
                     await call(runtime, input=wrong)
             [line] = [
                 line
-                for render in runtime.renderers
-                for line in render().splitlines()
+                for line in worker.observed.render().splitlines()
                 if line.startswith('baton_requests_total{role="embed",state="completed"}')
             ]
             assert float(line.split()[-1]) == 2
@@ -89,7 +88,7 @@ def test_a_worker_that_embeds_says_so_and_does(directory: Path) -> None:
 def test_a_failing_canary_takes_it_out_and_brings_it_back(directory: Path) -> None:
     async def body() -> None:
         engine = Embedder(directory)
-        async with living(engine, canary_s=0.01) as runtime:
+        async with living(engine, canary_s=0.01) as (_, runtime):
             await eventually(lambda: len(engine.embedded) > 2)
             assert {work.inputs for work in engine.embedded} == {((1,),)}
             assert endpoint_of(runtime).listed

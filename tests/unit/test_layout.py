@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from baton.config import MAX_SYSTEM_PORT, Settings
+from baton.config import MAX_PORT, Settings
 from baton.errors import ConfigError
 from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.topology.layout import describe, joining, lay_out
@@ -50,7 +50,7 @@ def test_without_a_port_each_worker_finds_its_own() -> None:
         (Settings(role="prefill"), "--prefill"),
         (Settings(role="decode"), "baton worker --role decode"),
         (Settings(role="embed", prefill=1, decode=1), "--role embed"),
-        (Settings(workers=2, system_port=MAX_SYSTEM_PORT), "--system-port"),
+        (Settings(workers=2, system_port=MAX_PORT), "--system-port"),
     ],
 )
 def test_what_cannot_be_a_whole_is_refused(settings: Settings, named: str) -> None:

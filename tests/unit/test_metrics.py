@@ -103,6 +103,26 @@ def test_the_load_of_the_engine_is_shown() -> None:
     assert value(metrics, "baton_engine_blocks", "free") == 54
 
 
+def test_the_load_of_several_ranks_is_added_up() -> None:
+    metrics = WorkerMetrics("aggregated")
+    metrics.load(LoadSnapshot(running=3, waiting=2, used_blocks=10, total_blocks=64))
+    metrics.load(LoadSnapshot(running=1, waiting=0, used_blocks=4, total_blocks=64, dp_rank=1))
+    metrics.load(LoadSnapshot(running=2, waiting=1, used_blocks=8, total_blocks=64))
+    assert value(metrics, "baton_engine_running") == 3
+    assert value(metrics, "baton_engine_waiting") == 1
+    assert value(metrics, "baton_engine_blocks", "used") == 12
+    assert value(metrics, "baton_engine_blocks", "free") == 116
+
+
+def test_orders_are_counted_by_verb_and_outcome() -> None:
+    metrics = WorkerMetrics("aggregated")
+    metrics.ordered("pause", "ok", 0.5)
+    metrics.ordered("pause", "conflict", 1.5)
+    assert value(metrics, "baton_control_total", "pause", "ok") == 1
+    assert value(metrics, "baton_control_total", "pause", "conflict") == 1
+    assert value(metrics, "baton_control_seconds_sum", "pause") == 2
+
+
 def test_gauges_of_the_worker_are_shown() -> None:
     metrics = WorkerMetrics("aggregated")
     metrics.healthy.set(True)

@@ -26,7 +26,7 @@ from baton.errors import (
     PeerLost,
 )
 from baton.ports.engine import Capabilities, Engine, EngineInfo
-from baton.protocol.control import Outcome
+from baton.protocol.control import Continue, Outcome, Pause
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.runtimes.memory import MemoryClient, MemoryEndpoint, MemoryRuntime
 from baton.testing import Script, ScriptedEngine, eventually, run_bounded
@@ -64,7 +64,7 @@ class House:
             return [reply async for reply in replies]
 
     def metric(self, name: str) -> float:
-        [line] = [line for render in self.runtime.renderers for line in render().splitlines() if line.startswith(name)]
+        [line] = [line for line in self.worker.observed.render().splitlines() if line.startswith(name)]
         return float(line.split()[-1])
 
 
@@ -85,7 +85,7 @@ async def last_words(house: House) -> BatonError:
     """Run a worker until it fails, and return what it fails with."""
     with pytest.raises(BatonError) as failure:
         await house.run()
-    assert not house.runtime.is_ready
+    assert not house.worker.health().ready
     with pytest.raises(PeerLost):
         await house.call()
     return failure.value
@@ -98,7 +98,7 @@ def tokens_of(replies: list[dict[str, Any]]) -> bytes:
 def test_a_worker_serves_what_it_announces() -> None:
     async def body() -> None:
         async with living(EchoEngine(EchoOptions(context=64, blocks=32, max_running=3))) as house:
-            assert house.runtime.is_ready
+            assert house.worker.health().ready
             card = house.endpoint.card
             assert card is not None
             assert (card.name, card.accepts, card.context_length) == ("echo", "tokens", 64)
@@ -107,7 +107,7 @@ def test_a_worker_serves_what_it_announces() -> None:
             assert tokens_of(replies) == b"hello"
             assert replies[-1]["finish_reason"] == "eos"
             assert replies[-1]["completion_usage"]["total_tokens"] == 10
-        assert not house.runtime.is_ready
+        assert not house.worker.health().ready
 
     run_bounded(body())
 
@@ -161,15 +161,6 @@ def test_a_client_that_leaves_frees_every_block() -> None:
                 assert house.metric("baton_in_flight") == 1
             await eventually(lambda: house.metric('baton_engine_blocks{use="used"}') == 0)
             await eventually(lambda: house.metric("baton_in_flight") == 0)
-
-    run_bounded(body())
-
-
-def test_the_live_route_tells_state_and_requests() -> None:
-    async def body() -> None:
-        async with living(EchoEngine()) as house:
-            assert await house.runtime.routes["live"]({}) == {"state": "open", "in_flight": 0}
-        assert (await house.runtime.routes["live"]({}))["state"] == "draining"
 
     run_bounded(body())
 
@@ -247,7 +238,7 @@ def test_requests_that_run_finish_when_the_worker_is_told_to_stop() -> None:
             await eventually(lambda: house.worker.gate.in_flight == 1)
             house.stop.set()
             await eventually(lambda: not house.endpoint.listed)
-            assert not house.runtime.is_ready
+            assert not house.worker.health().ready
             with pytest.raises(PeerLost):
                 await house.call()
             assert tokens_of(await answer) == b"a" * 60
@@ -341,13 +332,13 @@ def test_a_failing_canary_takes_the_worker_out_and_brings_it_back() -> None:
             assert house.endpoint.listed
             engine.scripts = [[EngineFailed("ill")]]
             await eventually(lambda: not house.endpoint.listed)
-            assert not house.runtime.is_ready
+            assert not house.worker.health().ready
             assert house.metric("baton_healthy") == 0
             with pytest.raises(PeerLost):
                 await house.call()
             engine.scripts = [WELL]
-            await eventually(lambda: house.endpoint.listed)
-            assert house.runtime.is_ready
+            await eventually(lambda: house.worker.health().ready)
+            assert house.endpoint.listed
             assert tokens_of(await house.call()) == b"\x01"
 
     run_bounded(body())
@@ -399,10 +390,12 @@ def test_a_worker_that_discovery_has_lost_ends_and_one_that_is_away_by_order_doe
         house = House(engine, canary_s=0.05)
         running = asyncio.create_task(house.run())
         await house.ready.wait()
-        assert (await house.runtime.routes["control/pause"]({}))["status"] == "ok"
+        orders = house.worker.control()
+        assert orders is not None
+        assert (await orders.obey(Pause())).paused
         assert not house.endpoint.is_listed
         await asyncio.sleep(0.3)
-        assert (await house.runtime.routes["control/continue"]({}))["status"] == "ok"
+        assert not (await orders.obey(Continue())).paused
         await asyncio.sleep(0.3)
         assert not running.done()
         house.endpoint.listed = False

@@ -1,1 +1,1 @@
-"""What an operator can ask of a worker: routes, orders to the engine, and the worker's place in discovery."""
+"""An operator's orders to a worker, and the worker's place in discovery."""

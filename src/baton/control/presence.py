@@ -3,7 +3,7 @@
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from baton.errors import EngineDead, PeerLost
@@ -25,6 +25,9 @@ class Door(Protocol):
     def resume(self) -> None:
         """Let requests in again."""
 
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until nobody is inside; return False if that takes longer than `timeout_s`."""
+
 
 class Absence(enum.Enum):
     """Why a worker is out of discovery."""
@@ -39,18 +42,22 @@ class Presence:
     `leave` and `come_back` are for several callers; each waits until discovery has been told.
     """
 
-    def __init__(self, endpoint: Endpoint, door: Door, set_ready: Callable[[bool], None], limit_s: float = 5.0) -> None:
+    def __init__(self, endpoint: Endpoint, door: Door, limit_s: float = 5.0) -> None:
         self._endpoint = endpoint
         self._door = door
-        self._set_ready = set_ready
         self._limit_s = limit_s
         self._reasons: set[Absence] = set()
         self._closed = False
+        self._listed = True
         self._lock = asyncio.Lock()
 
     @property
     def listed(self) -> bool:
-        """Whether discovery has this worker."""
+        """Whether discovery has this worker; False from the moment it begins to leave."""
+        return self._listed and not self._closed
+
+    @property
+    def _wanted(self) -> bool:
         return not self._reasons and not self._closed
 
     async def leave(self, reason: Absence) -> None:
@@ -61,7 +68,7 @@ class Presence:
         async with self._lock:
             if reason in self._reasons:
                 return
-            if self.listed:
+            if self._wanted:
                 await self._withdraw()
             self._reasons.add(reason)
             if reason is Absence.ORDERED:
@@ -78,7 +85,7 @@ class Presence:
             self._reasons.discard(reason)
             if reason is Absence.ORDERED:
                 self._door.resume()
-            if self.listed:
+            if self._wanted:
                 await self._restore()
 
     async def aclose(self) -> None:
@@ -88,20 +95,20 @@ class Presence:
             await self._told(self._endpoint.withdraw())
 
     async def _withdraw(self) -> None:
+        self._listed = False
         try:
             await self._told(self._endpoint.withdraw())
         except Exception as error:
             log.warning("could not leave discovery: %r", error)
             await self._restore()
             raise PeerLost(f"this worker could not leave discovery, so nothing was done: {error!r}") from error
-        self._set_ready(False)
 
     async def _restore(self) -> None:
         try:
             await self._told(self._endpoint.restore())
         except Exception as error:
             raise EngineDead(f"this worker could not come back into discovery: {error!r}") from error
-        self._set_ready(True)
+        self._listed = True
 
     async def _told(self, telling: Coroutine[Any, Any, None]) -> None:
         await asyncio.wait_for(telling, self._limit_s)

@@ -22,6 +22,7 @@ from baton.protocol.lifecycle import TERMINAL
 log = logging.getLogger("baton.request")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_ORDER_SECONDS = (0.001, 0.01, 0.1, 1, 5, 10, 30, 60, 300, 600)
 
 
 class RoomCounts(Protocol):
@@ -73,6 +74,20 @@ class WorkerMetrics:
         self._running = Gauge("baton_engine_running", "Requests the engine runs", registry=self.registry)
         self._waiting = Gauge("baton_engine_waiting", "Requests that wait in the engine", registry=self.registry)
         self._blocks = Gauge("baton_engine_blocks", "KV blocks by use", ["use"], registry=self.registry)
+        self._orders = Counter(
+            "baton_control",
+            "Calls to the operator's routes, by how they ended",
+            ["verb", "outcome"],
+            registry=self.registry,
+        )
+        self._order_seconds = Histogram(
+            "baton_control_seconds",
+            "How long operators' calls took",
+            ["verb"],
+            buckets=_ORDER_SECONDS,
+            registry=self.registry,
+        )
+        self._loads: dict[int, LoadSnapshot] = {}
         self._by_state = {
             (name, state): self._requests.labels(name, state.value) for name in (role, "canary") for state in TERMINAL
         }
@@ -108,11 +123,18 @@ class WorkerMetrics:
         )
 
     def load(self, snapshot: LoadSnapshot) -> None:
-        """Show the engine's load."""
-        self._running.set(snapshot.running)
-        self._waiting.set(snapshot.waiting)
-        self._blocks.labels("used").set(snapshot.used_blocks)
-        self._blocks.labels("free").set(snapshot.total_blocks - snapshot.used_blocks)
+        """Show the engine's load, summed over its data-parallel ranks."""
+        self._loads[snapshot.dp_rank] = snapshot
+        loads = self._loads.values()
+        self._running.set(sum(load.running for load in loads))
+        self._waiting.set(sum(load.waiting for load in loads))
+        self._blocks.labels("used").set(sum(load.used_blocks for load in loads))
+        self._blocks.labels("free").set(sum(load.total_blocks - load.used_blocks for load in loads))
+
+    def ordered(self, verb: str, outcome: str, seconds: float) -> None:
+        """Count an operator's call."""
+        self._orders.labels(verb, outcome).inc()
+        self._order_seconds.labels(verb).observe(seconds)
 
     def show_transfers(self, rooms: RoomCounts | None, traffic: TrafficCounts | None) -> None:
         """Show what is handed from one worker to another, where the role has it."""

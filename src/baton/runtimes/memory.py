@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -188,9 +188,6 @@ class MemoryRuntime:
 
     def __init__(self) -> None:
         self.endpoints: dict[str, list[MemoryEndpoint]] = {}
-        self.routes: dict[str, Callable[[Wire], Awaitable[Wire]]] = {}
-        self.renderers: list[Callable[[], str]] = []
-        self.is_ready = False
         self._stopped = False
 
     async def start(self) -> None:
@@ -208,17 +205,9 @@ class MemoryRuntime:
         """See `Runtime.client`."""
         return MemoryClient(self.endpoints.setdefault(path, []))
 
-    def expose(self, route: str, handle: Callable[[Wire], Awaitable[Wire]]) -> None:
-        """See `Runtime.expose`."""
-        self.routes[route] = handle
-
-    def expose_metrics(self, render: Callable[[], str]) -> None:
-        """See `Runtime.expose_metrics`."""
-        self.renderers.append(render)
-
-    def set_ready(self, ready: bool) -> None:
-        """See `Runtime.set_ready`."""
-        self.is_ready = ready
+    async def metrics(self) -> str:
+        """See `Runtime.metrics`."""
+        return ""
 
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""

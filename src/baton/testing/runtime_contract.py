@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton.engines.echo.engine import MODEL_DIR
 from baton.errors import (
@@ -51,6 +52,7 @@ CARD = ModelCard(
     total_blocks=1000,
     max_running=8,
     kv_events=True,
+    dp_size=2,
 )
 
 
@@ -521,13 +523,28 @@ class RuntimeContract:
                 await served.endpoint.advertise(CARD)
                 measuring = asyncio.create_task(measure_lag())
                 for number in range(1000):
-                    served.endpoint.tell(LoadSnapshot(number, 0, number, 1000))
-                    served.endpoint.tell(KvStored((number,), tuple(range(16)), 16))
-                    served.endpoint.tell(KvRemoved((number,)))
-                served.endpoint.tell(KvCleared())
+                    rank = number % CARD.dp_size
+                    served.endpoint.tell(LoadSnapshot(number, 0, number, 1000, dp_rank=rank))
+                    served.endpoint.tell(KvStored((number,), tuple(range(16)), 16, dp_rank=rank))
+                    served.endpoint.tell(KvRemoved((number,), dp_rank=rank))
+                for rank in range(CARD.dp_size):
+                    served.endpoint.tell(KvCleared(dp_rank=rank))
                 await served.call()
                 measuring.cancel()
                 assert await measuring < self.lag_limit_s
+
+        self._run(body())
+
+    def test_metrics_of_the_runtime_can_be_read_while_it_runs_and_are_empty_otherwise(self) -> None:
+        async def body() -> None:
+            runtime = self.make_runtime()
+            assert await runtime.metrics() == ""
+            async with self._served(_echo) as served:
+                await served.call()
+                names = [family.name for family in text_string_to_metric_families(await served.runtime.metrics())]
+                assert len(names) == len(set(names))
+                await served.runtime.shutdown()
+                assert await served.runtime.metrics() == ""
 
         self._run(body())
 

@@ -3,7 +3,7 @@
 import shlex
 from typing import NamedTuple
 
-from baton.config import MAX_SYSTEM_PORT, Settings, options
+from baton.config import MAX_PORT, Settings, options
 from baton.errors import ConfigError
 
 
@@ -18,9 +18,9 @@ def lay_out(settings: Settings, cores: int) -> list[Place]:
     """Return the workers to start on a machine with `cores`. Raises ConfigError if they cannot be a whole."""
     names = _names(settings)
     own = _share_of_cores(settings, cores, len(names))
-    if settings.system_port + len(names) - 1 > MAX_SYSTEM_PORT:
+    if settings.system_port + len(names) - 1 > MAX_PORT:
         raise ConfigError(
-            f"--system-port {settings.system_port} is too high for {len(names)} workers: {MAX_SYSTEM_PORT} is the last"
+            f"--system-port {settings.system_port} is too high for {len(names)} workers: {MAX_PORT} is the last"
         )
     return [
         Place(f"{role}-{number}", {**_role(role), **_port(settings, place), **own})

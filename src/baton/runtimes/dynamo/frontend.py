@@ -48,7 +48,7 @@ class DynamoFrontend:
             # The last resort for a worker that is neither dead nor alive.
             "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": str(max(1, round(backend_timeout_s))),
         }
-        self._runtime = DynamoRuntime(options, system_port=None)
+        self._runtime = DynamoRuntime(options)
         self._served: asyncio.Future[None] | None = None
 
     async def start(self, timeout_s: float = 30.0) -> None:

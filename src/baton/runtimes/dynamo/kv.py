@@ -30,15 +30,51 @@ class LoadTeller:
 
 
 class KvTeller:
-    """Tells KV routers, through the runtime's publisher, which blocks one instance holds."""
+    """Tells KV routers which blocks one instance holds: each data-parallel rank has its own."""
 
-    def __init__(self, endpoint: _core.Endpoint, block_size: int) -> None:
-        # With an index of its own a worker can tell a frontend that has just started what it holds already.
-        self._publisher = _core.KvEventPublisher(endpoint, kv_block_size=block_size, enable_local_indexer=True)
-        self._told: set[int] = set()
+    def __init__(self, endpoint: _core.Endpoint, block_size: int, dp_size: int) -> None:
+        self._ranks = [_Rank(endpoint, block_size, rank) for rank in range(dp_size)]
+        self._strangers: set[int] = set()
 
     def tell(self, event: KvEvent) -> None:
         """See `Endpoint.tell`."""
+        if event.dp_rank < len(self._ranks):
+            self._ranks[event.dp_rank].tell(event)
+        elif event.dp_rank not in self._strangers:
+            self._strangers.add(event.dp_rank)
+            log.warning("events of rank %d go nowhere: %d ranks were announced", event.dp_rank, len(self._ranks))
+
+    async def close(self) -> None:
+        """Stop telling, within `CLOSE_S`.
+
+        The publishers may wait for threads of their own: that is left to a thread that nobody has to wait for.
+        """
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+        def shut_down() -> None:
+            for rank in self._ranks:
+                rank.shut_down()
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+                loop.call_soon_threadsafe(closed.set)
+
+        threading.Thread(target=shut_down, name="baton-kv-close", daemon=True).start()
+        try:
+            await asyncio.wait_for(closed.wait(), CLOSE_S)
+        except TimeoutError:
+            log.warning("the publisher of KV events did not end within %g s", CLOSE_S)
+
+
+class _Rank:
+    """The blocks of one rank, through the runtime's publisher."""
+
+    def __init__(self, endpoint: _core.Endpoint, block_size: int, dp_rank: int) -> None:
+        # With an index of its own a worker can tell a frontend that has just started what it holds already.
+        self._publisher = _core.KvEventPublisher(
+            endpoint, kv_block_size=block_size, dp_rank=dp_rank, enable_local_indexer=True
+        )
+        self._told: set[int] = set()
+
+    def tell(self, event: KvEvent) -> None:
         match event:
             case KvStored():
                 self._told.update(event.block_hashes)
@@ -56,23 +92,8 @@ class KvTeller:
                 # The publisher has no word for it.
                 self._remove(tuple(self._told))
 
-    async def close(self) -> None:
-        """Stop telling, within `CLOSE_S`.
-
-        The publisher may wait for threads of its own: that is left to a thread that nobody has to wait for.
-        """
-        loop, closed = asyncio.get_running_loop(), asyncio.Event()
-
-        def shut_down() -> None:
-            self._publisher.shutdown()
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
-                loop.call_soon_threadsafe(closed.set)
-
-        threading.Thread(target=shut_down, name="baton-kv-close", daemon=True).start()
-        try:
-            await asyncio.wait_for(closed.wait(), CLOSE_S)
-        except TimeoutError:
-            log.warning("the publisher of KV events did not end within %g s", CLOSE_S)
+    def shut_down(self) -> None:
+        self._publisher.shutdown()
 
     def _remove(self, hashes: tuple[int, ...]) -> None:
         self._told.difference_update(hashes)

@@ -25,9 +25,7 @@ class RuntimeOptions(msgspec.Struct, frozen=True, kw_only=True):
     log: Annotated[str, Meta(description="log filter of the Rust runtime")] = "error"
 
 
-def environment(
-    options: RuntimeOptions, system_host: str = "127.0.0.1", system_port: int | None = None
-) -> dict[str, str]:
+def environment(options: RuntimeOptions, tells_metrics: bool = False) -> dict[str, str]:
     """Return the variables that make the runtime do what `options` say. Everything is bound, nothing left to guess."""
     values = {
         "DYN_DISCOVERY_BACKEND": options.discovery,
@@ -36,7 +34,6 @@ def environment(
         "DYN_TCP_RPC_HOST": options.bind,
         "DYN_TCP_RESPONSE_STREAM_HOST": options.bind,
         "DYN_EVENT_PLANE_HOST": options.bind,
-        "DYN_SYSTEM_HOST": system_host,
         # Model files are read from a shared directory, and never fetched from a hub by the runtime.
         "DYN_SELF_HOST_METADATA": "0",
         "HF_HUB_OFFLINE": "1",
@@ -46,8 +43,8 @@ def environment(
         # Our canary knows the role and takes the worker out; the runtime's does neither.
         "DYN_HEALTH_CHECK_ENABLED": "false",
     }
-    if system_port is not None:
-        values["DYN_SYSTEM_PORT"] = str(system_port)
+    if tells_metrics:  # on a port that the kernel chooses and nobody outside this machine can reach
+        values |= {"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": "0"}
     if options.discovery == "file":
         values["DYN_FILE_KV"] = str(discovery_directory(options))
     if options.discovery == "etcd":

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+import aiohttp
 from dynamo import _core
 
 from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest, PeerLost
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 5.0
 SERVE_S = 30.0
+METRICS_S = 2.0
 
 _SURFACES = {
     "chat": _core.ModelType.Chat,
@@ -185,7 +187,7 @@ class DynamoEndpoint:
             raise ConfigError(f"cannot announce the model in {card.directory}: {error}") from error
         await self._load_teller.open(self._raw)
         if card.kv_events:
-            self._teller = KvTeller(self._raw, card.block_size)
+            self._teller = KvTeller(self._raw, card.block_size, card.dp_size)
 
     def tell(self, reading: Reading) -> None:
         """See `Endpoint.tell`."""
@@ -285,20 +287,19 @@ class DynamoRuntime:
     def __init__(
         self,
         options: RuntimeOptions,
-        system_host: str = "127.0.0.1",
-        system_port: int | None = None,
+        tells_metrics: bool = False,
         reader_stall_s: float = 60.0,
         leave_s: float = 1.0,
     ) -> None:
         self._options = options
-        self._environment = environment(options, system_host, system_port)
+        self._tells_metrics = tells_metrics
+        self._environment = environment(options, tells_metrics)
         self._reader_stall_s = reader_stall_s
         self._leave_s = leave_s
         self._raw: _core.DistributedRuntime | None = None
         self._endpoints: list[DynamoEndpoint] = []
         # Kept, for the runtime complains when it has news for a client that is gone.
         self._clients: list[_core.Client] = []
-        self._renderers: list[Callable[[], str]] = []
 
     @property
     def raw(self) -> _core.DistributedRuntime:
@@ -326,8 +327,6 @@ class DynamoRuntime:
         raw = self.raw.endpoint(path)
         endpoint = DynamoEndpoint(raw, _Server(service, self._reader_stall_s, self._leave_s))
         self._endpoints.append(endpoint)
-        if len(self._endpoints) == 1:
-            raw.metrics.register_prometheus_expfmt_callback(self._render)
         try:
             async with asyncio.timeout(SERVE_S):
                 await endpoint.until_listed()
@@ -343,24 +342,14 @@ class DynamoRuntime:
         self._clients.append(client)
         return DynamoClient(client)
 
-    def expose(self, route: str, handle: Callable[[Wire], Awaitable[Wire]]) -> None:
-        """See `Runtime.expose`."""
-
-        async def answer(body: Wire) -> Wire:
-            try:
-                return await handle(body)
-            except BatonError as error:
-                raise RuntimeError(error.message) from None
-
-        self.raw.register_engine_route(route, answer)
-
-    def expose_metrics(self, render: Callable[[], str]) -> None:
-        """See `Runtime.expose_metrics`."""
-        self._renderers.append(render)
-
-    def set_ready(self, ready: bool) -> None:
-        """See `Runtime.set_ready`."""
-        self.raw.set_health_status(ready)
+    async def metrics(self) -> str:
+        """See `Runtime.metrics`. The runtime has them only on a server of its own, which listens on loopback."""
+        url = self._raw.system_status_server_url() if self._raw is not None and self._tells_metrics else None
+        if url is None:
+            return ""
+        timeout = aiohttp.ClientTimeout(total=METRICS_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/metrics") as answer:
+            return await answer.text()
 
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
@@ -374,15 +363,13 @@ class DynamoRuntime:
             if pending:
                 log.warning("%d endpoints did not end within %g s", len(pending), SHUTDOWN_S)
 
-    def _render(self) -> str:
-        return "".join(render() for render in self._renderers)
-
 
 def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
     config = _core.ModelRuntimeConfig()
     config.context_length = card.context_length
     config.total_kv_blocks = card.total_blocks
     config.max_num_seqs = card.max_running
+    config.data_parallel_size = card.dp_size
     config.kv_event_publishing_enabled = card.kv_events
     config.enable_local_indexer = card.kv_events
     if card.handoff_host is not None and card.handoff_port is not None:

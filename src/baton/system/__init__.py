@@ -1,0 +1,1 @@
+"""The system server of a worker: health, metrics and the operator's routes, over HTTP."""
