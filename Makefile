@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: serve test test-fast check docs bench bench-path bench-engine bench-disagg bench-engine-peers cluster-packages clean
+.PHONY: serve test test-fast test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-engine-peers cluster-packages clean
 
 serve: $(STAMP)
 	$(BIN)/baton serve $(ARGS)
@@ -15,6 +15,11 @@ test: check cluster-packages
 
 test-fast: check
 	$(BIN)/python -m pytest -m "not e2e" $(ARGS)
+
+# Against the real SGLang, on the CPU, in an environment of its own (3 GB).
+test-sglang:
+	PYTHON=$(PYTHON) scripts/sglang_cpu/install.sh .venv-sglang
+	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests
@@ -26,7 +31,7 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m baton.docs
 
-bench: bench-path bench-engine bench-disagg
+bench: bench-path bench-engine bench-disagg bench-handlers
 
 bench-path: $(STAMP)
 	$(BIN)/python -m baton.bench.path $(ARGS)
@@ -36,6 +41,9 @@ bench-engine: $(STAMP)
 
 bench-disagg: $(STAMP)
 	$(BIN)/python -m baton.bench.disagg $(ARGS)
+
+bench-handlers: $(STAMP)
+	$(BIN)/python -m baton.bench.handlers $(ARGS)
 
 # Other engines to compare with, each in an environment of its own under .bench/ (4.4 GB).
 bench-engine-peers:

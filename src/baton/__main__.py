@@ -2,4 +2,5 @@
 
 from baton.cli import main
 
-main()
+if __name__ == "__main__":  # engines that start processes have this module imported again in each
+    main()

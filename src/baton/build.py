@@ -4,12 +4,13 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from baton.config import Settings, cache_directory
 from baton.engines.echo.engine import MODEL_DIR, EchoEngine
+from baton.engines.sglang.experts import ExpertOptions
 from baton.errors import ConfigError
 from baton.models.directory import resolve_model, served_name
 from baton.models.sentence import is_sentence_model
@@ -30,18 +31,67 @@ def _torch(settings: Settings) -> Engine:
     return TorchEngine(settings.torch, Path(settings.model), settings.name, lends=settings.role == "prefill")
 
 
+def _sglang(settings: Settings) -> Engine:
+    from baton.engines.sglang.adapter import SglangEngine
+
+    return SglangEngine(
+        settings.sglang, settings.engine_args, Path(settings.model), settings.name, _part(settings), settings.experts
+    )
+
+
+def _load_sglang(settings: Settings) -> None:
+    from baton.engines.sglang.compat import choose_device, import_sglang
+
+    choose_device(settings.engine_args)
+    import_sglang()
+
+
+def _sglang_help(settings: Settings) -> str:
+    from baton.engines.sglang.args import help_text
+
+    return help_text()
+
+
+def _trtllm(settings: Settings) -> Engine:
+    from baton.engines.trtllm.adapter import TrtllmEngine
+
+    return TrtllmEngine(settings.trtllm, settings.engine_args, Path(settings.model), settings.name, _part(settings))
+
+
+def _trtllm_help(settings: Settings) -> str:
+    from baton.engines.trtllm.help import engine_help
+
+    return engine_help(settings.trtllm)
+
+
+def _part(settings: Settings) -> Literal["whole", "prefill", "decode", "embed"]:
+    """Return what an engine that has parts of its own is to be."""
+    if settings.role == "prefill" or settings.role == "decode":
+        return settings.role
+    return "embed" if embeds(settings) else "whole"
+
+
 class Kind(NamedTuple):
-    """One engine: how it is built, what it serves when no model is named, and what must be installed for it."""
+    """One engine: how it is built, what it serves when no model is named, what must be installed, what it can be told.
+
+    One without `help` takes no words of its own; `load` is for one that is not simply imported.
+    """
 
     build: Callable[[Settings], Engine]
     own_model: str
     own_name: str
     needs: tuple[str, ...] = ()
+    help: Callable[[Settings], str] | None = None
+    load: Callable[[Settings], None] | None = None
 
 
 ENGINES = {
     "echo": Kind(_echo, str(MODEL_DIR), "echo"),
     "torch": Kind(_torch, "smollm2", "smollm2", needs=("torch", "transformers", "safetensors")),
+    "sglang": Kind(
+        _sglang, "smollm2", "smollm2", needs=("sglang", "torch", "zmq", "psutil"), help=_sglang_help, load=_load_sglang
+    ),
+    "trtllm": Kind(_trtllm, "smollm2", "smollm2", needs=("tensorrt_llm",), help=_trtllm_help),
 }
 
 
@@ -51,6 +101,10 @@ def prepare_model(settings: Settings) -> Settings:
     Fetches a model that is not here, which may take minutes, and blocks meanwhile. Raises ConfigError.
     """
     kind = _kind(settings)
+    if settings.engine_args and kind.help is None:
+        raise ConfigError(f"the engine {settings.engine} takes nothing after --: drop {settings.engine_args[0]}")
+    if settings.experts != ExpertOptions() and settings.engine != "sglang":
+        raise ConfigError(f"the engine {settings.engine} does not spread experts: drop --experts-...")
     model = settings.model or kind.own_model
     directory = resolve_model(model, cache_directory(settings) / "models")
     name = settings.name or (served_name(model) if settings.model else kind.own_name)
@@ -59,13 +113,27 @@ def prepare_model(settings: Settings) -> Settings:
 
 def embeds(settings: Settings) -> bool:
     """Whether prepared settings name a model that embeds instead of generating."""
-    return settings.engine == "torch" and is_sentence_model(Path(settings.model))
+    if settings.engine == "sglang" and settings.role == "embed":
+        return True  # SGLang embeds with models that can also generate
+    return settings.engine != "echo" and is_sentence_model(Path(settings.model))
+
+
+def words_help(settings: Settings) -> str:
+    """Return what can follow `--` on the command line. Raises ConfigError if the engine takes nothing."""
+    kind = _kind(settings)
+    if kind.help is None:
+        raise ConfigError(f"the engine {settings.engine} has no options beside its --{settings.engine}-... ones")
+    return kind.help(settings)
 
 
 def import_engine(settings: Settings) -> None:
     """Import what `build_engine` will need: it takes seconds, so do it off the event loop."""
-    for module in _kind(settings).needs:
-        importlib.import_module(module)
+    kind = _kind(settings)
+    if kind.load is not None:
+        kind.load(settings)
+    else:
+        for module in kind.needs:
+            importlib.import_module(module)
 
 
 def build_engine(settings: Settings) -> Engine:

@@ -8,8 +8,10 @@ from pathlib import Path
 import click
 
 from baton import __version__
-from baton.config import Option, Settings, load, options
+from baton.config import WORDS, Option, Settings, load, options
+from baton.ctl import ctl
 from baton.errors import BatonError, ConfigError
+from baton.experts.command import experts
 from baton.logs import start_logging
 from baton.notify import notify
 from baton.runtimes.dynamo.options import environment
@@ -88,16 +90,34 @@ def _click_option(option: Option) -> click.Option:
     )
 
 
-def _add(name: str, summary: str, command: Command) -> None:
-    table = [option for option in options() if name in option.commands]
+def _add(name: str, summary: str, command: Command, starts_engines: bool = True) -> None:
+    table = [option for option in options() if name in option.commands and option.kind != WORDS]
     keys = {option.key.replace(".", "_"): option.key for option in table}
 
-    def run(config: str | None, **flags: object) -> None:
+    @click.pass_obj
+    def run(words: tuple[str, ...], /, config: str | None, help_engine: bool = False, **flags: object) -> None:
+        if words and not starts_engines:
+            raise click.UsageError(f"`baton {name}` starts no engine: nothing can follow --")
         given = {keys[key]: value for key, value in flags.items()}
-        sys.exit(_guarded(command, given, Path(config) if config else None))
+        if words:
+            given["engine_args"] = words
+        sys.exit(_guarded(_help_engine if help_engine else command, given, Path(config) if config else None))
 
-    file = click.Option(["--config"], metavar="FILE", help="YAML file with settings", envvar=None)
-    cli.add_command(click.Command(name, callback=run, params=[file, *(_click_option(o) for o in table)], help=summary))
+    params: list[click.Parameter] = [
+        click.Option(["--config"], metavar="FILE", help="YAML file with settings", envvar=None),
+        *(_click_option(option) for option in table),
+    ]
+    if starts_engines:
+        params.append(click.Option(["--help-engine"], is_flag=True, help="show what can follow --, and exit"))
+    usage = "[OPTIONS] [-- ENGINE ARGS]" if starts_engines else "[OPTIONS]"
+    cli.add_command(click.Command(name, callback=run, params=params, help=summary, options_metavar=usage))
+
+
+def _help_engine(settings: Settings) -> int:
+    from baton.build import words_help
+
+    click.echo(words_help(settings))
+    return 0
 
 
 def _guarded(command: Command, flags: dict[str, object], file: Path | None) -> int:
@@ -119,13 +139,17 @@ def _report(message: str, code: int) -> int:
 
 _add("serve", "Start an OpenAI endpoint with its workers, as processes on this machine.", _serve)
 _add("worker", "Start one worker.", _worker)
-_add("frontend", "Start the OpenAI endpoint alone; it finds its workers by discovery.", _frontend)
+_add("frontend", "Start the OpenAI endpoint alone; it finds its workers by discovery.", _frontend, False)
+cli.add_command(experts)
+cli.add_command(ctl)
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the command; what follows `--` is for the engine."""
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
     try:
-        cli(standalone_mode=False)
+        cli(words[:cut], standalone_mode=False, obj=tuple(words[cut + 1 :]))
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(EXIT_CONFIG)

@@ -5,7 +5,9 @@ and `docs/configuration.md` all come from their fields.
 """
 
 import ipaddress
+import json
 import os
+import shlex
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,16 +18,20 @@ import yaml
 from msgspec import Meta
 
 from baton.engines.echo.options import EchoOptions
+from baton.engines.sglang.experts import ExpertOptions
+from baton.engines.sglang.options import SglangOptions
 from baton.engines.torch.options import TorchOptions
+from baton.engines.trtllm.options import TrtllmOptions
 from baton.errors import ConfigError
 from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.transfer.options import TransferOptions
 
 PREFIX = "BATON_"
-MAX_SYSTEM_PORT = 32767  # the runtime reads it as a 16-bit signed number
+WORDS = "tuple"
+MAX_PORT = 65535
 
 Seconds = Annotated[float, Meta(gt=0)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
+Port = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 Tree = dict[str, object]
 
 _SERVE = {"commands": ("serve",)}
@@ -40,7 +46,13 @@ def _about(text: str, extra: Mapping[str, object]) -> Meta:
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be set."""
 
-    engine: Annotated[str, _about("which engine runs the model: torch or echo", _WORK)] = "torch"
+    engine: Annotated[str, _about("which engine runs the model: torch, sglang, trtllm or echo", _WORK)] = "torch"
+    engine_args: Annotated[
+        tuple[str, ...],
+        _about(
+            "what the engine itself is told, in its own words (`--help-engine` shows them); a list or mapping", _WORK
+        ),
+    ] = ()
     model: Annotated[
         str,
         _about("model directory, Hugging Face id, or smollm2 or minilm; empty is the engine's own", _WORK),
@@ -82,13 +94,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     namespace: Annotated[str, Meta(pattern="^[a-z0-9_-]+$", description="group that finds each other")] = "baton"
     system_host: Annotated[str, _about("address of a worker's /health and /metrics", _WORK)] = "127.0.0.1"
     system_port: Annotated[
-        Annotated[int, Meta(ge=0, le=MAX_SYSTEM_PORT)],
-        _about("port of /health and /metrics; with several workers counted up; 0 is any free one", _WORK),
+        Port, _about("port of /health and /metrics; with several workers counted up; 0 is any free one", _WORK)
     ] = 0
     control: Annotated[
         Literal["auto", "on", "off"],
-        _about("take operators' orders on the system port; auto does if its address is a loopback one", _WORK),
+        _about("take operators' orders on the system port; auto does on a loopback address, or with a token", _WORK),
     ] = "auto"
+    control_token: Annotated[str, _about("token that operators' orders must bring; empty is none", _WORK)] = ""
+    control_token_file: Annotated[str, _about("file with that token", _WORK)] = ""
     control_s: Annotated[Seconds, _about("longest an operator's order may take; then the engine is stuck", _WORK)] = (
         600.0
     )
@@ -119,12 +132,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     runtime: RuntimeOptions = RuntimeOptions()
     transfer: TransferOptions = TransferOptions()
     torch: TorchOptions = TorchOptions()
+    sglang: SglangOptions = SglangOptions()
+    experts: ExpertOptions = ExpertOptions()
+    trtllm: TrtllmOptions = TrtllmOptions()
     echo: EchoOptions = EchoOptions()
 
     @property
     def takes_orders(self) -> bool:
-        """Whether a worker has control routes: anyone who reaches the system port can use them."""
-        return self.control == "on" or (self.control == "auto" and _is_loopback(self.system_host))
+        """Whether a worker has control routes. Without a token anyone who reaches the system port can use them."""
+        guarded = bool(self.control_token or self.control_token_file)
+        return self.control == "on" or (self.control == "auto" and (guarded or _is_loopback(self.system_host)))
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +161,9 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flag(self) -> str:
-        """Its command-line flag."""
+        """Its command-line flag; words for the engine come after everything else."""
+        if self.kind == WORDS:
+            return "-- WORDS"
         return "--" + "-".join(self.path).replace("_", "-")
 
     @property
@@ -157,6 +176,9 @@ _SECTION_COMMANDS = {
     "runtime": ("serve", "worker", "frontend"),
     "transfer": ("serve", "worker"),
     "torch": ("serve", "worker"),
+    "sglang": ("serve", "worker"),
+    "experts": ("serve", "worker"),
+    "trtllm": ("serve", "worker"),
     "echo": ("serve", "worker"),
 }
 
@@ -176,7 +198,7 @@ def load(flags: Mapping[str, object], variables: Mapping[str, str], file: Path |
         if variable.startswith(PREFIX):
             if variable not in known:
                 raise ConfigError(f"unknown environment variable {variable}; see `baton serve --help` for all settings")
-            _put(tree, known[variable].path, text)
+            _put(tree, known[variable].path, _split(text) if known[variable].kind == WORDS else text)
     by_key = {option.key: option for option in options()}
     for key, value in flags.items():
         if value is not None:
@@ -222,8 +244,25 @@ def to_environment(settings: Settings) -> dict[str, str]:
         for name in option.path:
             value = getattr(value, name)
         # Defaults too: the other process may inherit a variable that says otherwise.
+        if isinstance(value, tuple):
+            value = shlex.join(value)
         values[option.variable] = str(value).lower() if isinstance(value, bool) else str(value)
     return values
+
+
+def control_token(settings: Settings) -> str:
+    """Return the token that orders must bring, "" for none. Raises ConfigError if its file does not have it."""
+    if not settings.control_token_file:
+        return settings.control_token
+    if settings.control_token:
+        raise ConfigError("--control-token and --control-token-file say the same: drop one of them")
+    try:
+        token = Path(settings.control_token_file).expanduser().read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot read --control-token-file {settings.control_token_file}: {error}") from None
+    if not token:
+        raise ConfigError(f"--control-token-file {settings.control_token_file} is empty")
+    return token
 
 
 def cache_directory(settings: Settings) -> Path:
@@ -252,7 +291,7 @@ def _walk(cls: type, path: tuple[str, ...], commands: tuple[str, ...]) -> Iterat
         bare = _bare(hint)
         yield Option(
             path=(*path, field.name),
-            kind="choice" if get_origin(bare) is Literal else getattr(bare, "__name__", "str"),
+            kind="choice" if get_origin(bare) is Literal else getattr(get_origin(bare) or bare, "__name__", "str"),
             choices=tuple(str(choice) for choice in get_args(bare)) if get_origin(bare) is Literal else (),
             default=field.default,
             description=next((meta.description for meta in reversed(metas) if meta.description), ""),
@@ -301,9 +340,45 @@ def _merge(tree: Tree, content: Tree, source: str) -> None:
                     raise ConfigError(f"unknown setting {key}.{inner} in {source}")
                 _put(tree, (key, str(inner)), inner_value)
         elif key in known:
-            tree[key] = value
+            tree[key] = _words(value) if key == "engine_args" else value
         else:
             raise ConfigError(f"unknown setting {key} in {source}")
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"bad value for engine_args: {error} in {text!r}") from None
+
+
+def _words(value: object, flag: str = "") -> object:
+    """Return the words that a list or a mapping of a file stands for; a mapping inside another one has dotted names."""
+    match value:
+        case dict():
+            inner = (_words(part, f"{flag}.{name}" if flag else f"--{name}") for name, part in value.items())
+            return [word for words in inner for word in cast(list[str], words)]
+        case None:
+            return []
+        case bool() if flag:
+            return [flag] if value else [f"{flag}=false"]
+        case list() if "." in flag:
+            return [flag, json.dumps(value)]
+        case list() if flag:
+            return [flag, *map(_word, value)]
+        case list():
+            return [_word(part) for part in value]
+        case _ if flag:
+            return [flag, _word(value)]
+        case str():
+            return _split(value)
+    return value
+
+
+def _word(value: object) -> str:
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    return json.dumps(value)
 
 
 def _put(tree: Tree, path: tuple[str, ...], value: object) -> None:

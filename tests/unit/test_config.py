@@ -179,3 +179,35 @@ def test_prefill_and_decode_go_together() -> None:
 @pytest.mark.parametrize("flags", [{"prefill": 1, "decode": 1}, {"role": "prefill"}, {"role": "decode"}])
 def test_prefill_and_decode_take_tokens_only(flags: dict[str, object]) -> None:
     assert "--accepts text" in refusal({**flags, "accepts": "text"}, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("engine_args: [--tp-size, 2]", ("--tp-size", "2")),
+        ("engine_args: --tp-size 2 --name 'a b'", ("--tp-size", "2", "--name", "a b")),
+        ("engine_args: {tp-size: 2, lora: true, none: null}", ("--tp-size", "2", "--lora")),
+        ("engine_args: {enable-lora: false}", ("--enable-lora=false",)),
+        ("engine_args: {kv: {sizes: [1, 2]}}", ("--kv.sizes", "[1, 2]")),
+        ("engine_args: {lora-paths: [a, b]}", ("--lora-paths", "a", "b")),
+        ("engine_args: {kv: {fraction: 0.5, deep: {up: true}}}", ("--kv.fraction", "0.5", "--kv.deep.up")),
+        ("engine_args: {config: [{a: 1}]}", ("--config", '{"a": 1}')),
+        ("engine_args:", ()),
+    ],
+)
+def test_words_for_the_engine_can_stand_in_a_file(content: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text(content)
+    assert load({}, {}, file).engine_args == words
+
+
+def test_words_for_the_engine_reach_another_process_unchanged() -> None:
+    words = ("--a", "b c", "--quote", "it's", "--json", '{"x": [1, "y"]}', "")
+    settings = load({"engine_args": words}, {}, None)
+    assert load({}, to_environment(settings), None).engine_args == words
+
+
+@pytest.mark.parametrize("text", ["'open", '"'])
+def test_words_that_cannot_be_split_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="engine_args"):
+        load({}, {"BATON_ENGINE_ARGS": text}, None)

@@ -32,3 +32,10 @@ def test_links_between_pages_lead_somewhere() -> None:
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_generated_pages_are_up_to_date(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name]()
+
+
+def test_every_difference_is_held_by_the_test_it_names() -> None:
+    named = re.findall(r"`(test_d\d\d_\w+)`", (DOCS / "differences.md").read_text())
+    written = "\n".join(file.read_text() for file in (DOCS.parent / "tests").rglob("test_*.py"))
+    assert len(named) >= 20
+    assert [name for name in named if f"def {name}(" not in written] == []

@@ -1,0 +1,127 @@
+"""Mends what SGLang and its libraries take for granted about a GPU. Every interpreter of the environment loads it,
+for the engine makes processes of its own.
+
+| module | what it takes for granted | what is done |
+|---|---|---|
+| torchvision | its CUDA library can be loaded | the two operators it looks for get a schema |
+| nixl | KV is in GPU memory | that name means plain memory |
+| sglang, mooncake | page indices can be pinned for a copy to the GPU | the plain way is taken |
+| sglang 0.5.21, paged allocator | triton | the same in torch, which later versions have themselves |
+| sglang, LoRA | small tables can be pinned for a copy to the GPU | they are not |
+| sglang, expert records | every device has a cache to empty | a CPU has none, and that is no error |
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def _before_torchvision() -> None:
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _kept.append(library)  # its operators go with it
+
+
+def _after_nixl(module: Any) -> None:
+    begin = module.nixl_agent.__init__
+
+    def begin_on_plain_memory(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
+
+    module.nixl_agent.__init__ = begin_on_plain_memory
+
+
+def _after_mooncake(module: Any) -> None:
+    module.MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def _after_paged_allocator(module: Any) -> None:
+    if hasattr(module, "alloc_decode_naive"):
+        return
+    import torch
+
+    class Extend:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def extend(before: Any, after: Any, last: Any, free: Any, out: Any, _: int, page: int, *__: Any) -> None:
+                module.alloc_extend_naive(before, after, last, free, out, page, out.device)
+
+            return extend
+
+    class Decode:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def decode(lengths: Any, last: Any, free: Any, out: Any, _: int, page: int, *__: Any) -> None:
+                fresh = (lengths - 1) % page == 0
+                counts = fresh.to(torch.int64)
+                place = (torch.cumsum(counts, 0) - counts).clamp_(max=max(free.numel() - 1, 0))
+                first = free[place] * page if free.numel() else last
+                out.copy_(torch.where(fresh, first, last + 1))
+
+            return decode
+
+    module.alloc_extend_kernel, module.alloc_decode_kernel = Extend(), Decode()
+
+
+def _before_lora() -> None:
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, pin_memory: bool = False, **options: Any) -> Any:
+            return make(*args, **options)
+
+        return made
+
+    torch.tensor, torch.empty, torch.zeros = map(unpinned, (torch.tensor, torch.empty, torch.zeros))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment, method-assign]
+
+
+def _after_expert_records(module: Any) -> None:
+    import torch
+
+    if not hasattr(torch.cpu, "empty_cache"):
+        torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
+
+
+_kept: list[object] = []
+_before: dict[str, Callable[[], None]] = {
+    "torchvision": _before_torchvision,
+    "sglang.srt.lora.lora_manager": _before_lora,
+}
+_after: dict[str, Callable[[Any], None]] = {
+    "nixl_cu12._api": _after_nixl,
+    "nixl_cu13._api": _after_nixl,
+    "sglang.srt.disaggregation.mooncake.conn": _after_mooncake,
+    "sglang.srt.eplb.expert_distribution": _after_expert_records,
+    "sglang.srt.mem_cache.allocator.paged": _after_paged_allocator,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Acts once, before or after a module of the tables is executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if (before := _before.pop(fullname, None)) is not None:
+            before()
+        mend = _after.pop(fullname, None)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if mend is not None else None
+        if mend is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            mend(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())

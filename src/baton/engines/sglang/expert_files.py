@@ -1,0 +1,146 @@
+"""Files about experts that SGLang writes (recorder dumps) and reads (layouts), checked before anyone relies on them.
+
+SGLang goes by the suffix, reads `.pt` with `weights_only`, takes `physical_to_logical_map` before `logical_count`, and
+passes every key beside the former on as an argument. It checks neither shapes nor that each expert has a place.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+LAYOUT_KEY = "physical_to_logical_map"
+COUNTS_KEY = "logical_count"
+RECORDS_KEY = "records"
+SUFFIXES = (".json", ".pt")
+
+Content = dict[str, object]
+_Count = Annotated[float, Meta(ge=0, le=2.0**62)]
+_Expert = Annotated[int, Meta(ge=0)]
+
+
+def read_content(path: Path) -> Content:
+    """Return what the file holds, by key. Raises ConfigError, naming the file."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{path} must end in .json or .pt, for SGLang goes by the suffix")
+    try:
+        content = _load_json(path) if path.suffix == ".json" else _load_pt(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold an object with {LAYOUT_KEY} or {COUNTS_KEY}")
+    return content
+
+
+def counts_in(content: Content, path: Path) -> list[list[float]]:
+    """Return how often each expert of each layer was used, summed over passes. Raises ConfigError."""
+    if COUNTS_KEY not in content:
+        raise ConfigError(f"{path} holds no {COUNTS_KEY}{_other_mode(content)}")
+    value = content[COUNTS_KEY]
+    passes = [value] if _depth(value) == 2 else value
+    try:
+        tables = msgspec.convert(passes, list[list[list[_Count]]])
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{COUNTS_KEY} in {path} must be layers x experts, or passes x layers x experts, of counts: {error}"
+        ) from None
+    return _summed(tables, path)
+
+
+def layout_in(content: Content, path: Path) -> list[list[int]]:
+    """Return the logical expert in each slot of each layer. Raises ConfigError unless SGLang can start with it."""
+    strangers = sorted(str(key) for key in content if key != LAYOUT_KEY)
+    if strangers:
+        raise ConfigError(f"{path} must hold {LAYOUT_KEY} alone, for SGLang fails on {', '.join(strangers)}")
+    try:
+        layout = msgspec.convert(content[LAYOUT_KEY], list[list[_Expert]])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{LAYOUT_KEY} in {path} must be layers x slots of expert numbers: {error}") from None
+    _check_rows(layout, LAYOUT_KEY, path)
+    experts = max(map(max, layout)) + 1
+    for layer, row in enumerate(layout):
+        placed = set(row)
+        if len(placed) != experts:
+            missing = next(expert for expert in range(experts) if expert not in placed)
+            raise ConfigError(f"{LAYOUT_KEY} in {path} has no place for expert {missing} in layer {layer}")
+    return layout
+
+
+def _load_json(path: Path) -> object:
+    try:
+        return msgspec.json.decode(path.read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+
+
+def _load_pt(path: Path) -> object:
+    try:
+        import torch
+    except ImportError:
+        raise ConfigError(
+            f"{path} needs torch to be read: install baton-serve[torch] or baton-serve[sglang], or give JSON"
+        ) from None
+    try:
+        content: object = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception as error:  # a file that is none of its own fails in torch in as many ways as there are files
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{path} is not a file of tensors: {reason}") from error
+    if not isinstance(content, dict):
+        return content
+    return {key: _numbers(value, key, path) if torch.is_tensor(value) else value for key, value in content.items()}
+
+
+def _numbers(tensor: "torch.Tensor", key: object, path: Path) -> object:
+    """Return a tensor as lists. Counts of many passes are summed first: as lists they would be tens of millions."""
+    if key == COUNTS_KEY and tensor.ndim == 3:
+        if bool((tensor < 0).any()):
+            raise ConfigError(f"{COUNTS_KEY} in {path} has negative counts")
+        tensor = tensor.sum(0)
+    return tensor.tolist() if key in (COUNTS_KEY, LAYOUT_KEY) else tensor
+
+
+def _summed(tables: list[list[list[float]]], path: Path) -> list[list[float]]:
+    if not tables:
+        raise ConfigError(f"{COUNTS_KEY} in {path} is empty: nothing was recorded")
+    for table in tables:
+        _check_rows(table, COUNTS_KEY, path)
+    if len({(len(table), len(table[0])) for table in tables}) > 1:
+        raise ConfigError(f"{COUNTS_KEY} in {path} has passes of different shapes")
+    counts = [[sum(cell) for cell in zip(*rows, strict=True)] for rows in zip(*tables, strict=True)]
+    if not all(math.isfinite(count) for row in counts for count in row):
+        raise ConfigError(f"{COUNTS_KEY} in {path} has counts that are not numbers")
+    return counts
+
+
+def _check_rows(rows: Sequence[Sequence[float]], key: str, path: Path) -> None:
+    if not rows or not rows[0]:
+        raise ConfigError(f"{key} in {path} is empty")
+    for layer, row in enumerate(rows):
+        if len(row) != len(rows[0]):
+            raise ConfigError(f"{key} in {path} has {len(rows[0])} columns in layer 0 and {len(row)} in layer {layer}")
+
+
+def _other_mode(content: Content) -> str:
+    if LAYOUT_KEY in content:
+        return ": it is a layout, not a recorder's dump"
+    if RECORDS_KEY in content:
+        return ": it is a per_pass or per_token dump; record again with `--experts-recorder stat`"
+    return ": record with `--experts-recorder stat`"
+
+
+def _depth(value: object) -> int:
+    depth = 0
+    while isinstance(value, list):
+        depth += 1
+        value = value[0] if value else None
+    return depth

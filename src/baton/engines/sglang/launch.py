@@ -1,0 +1,212 @@
+"""Starting SGLang off the event loop, and ending all of it.
+
+SGLang's processes ask the kernel to be killed when their parent dies, and to the kernel the parent is the *thread* that
+made them. So one thread starts the engine, waits as long as it is needed, and takes it down.
+
+event loop                          launch thread
+start ───────────────────────────►  launch()        the engine, or its error, comes back
+stop  ── killing what still starts, then ──►  close()
+"""
+
+import asyncio
+import atexit
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baton.engines.sglang.foreign import Engine, Manager, ServerArgs
+from baton.errors import BatonError, ConfigError, EngineDead
+
+if TYPE_CHECKING:
+    import psutil
+
+KILL_S = 20.0
+
+log = logging.getLogger(__name__)
+
+
+class Launch:
+    """One start of SGLang. Every method is called from the event loop."""
+
+    def __init__(self, make_args: Callable[[], ServerArgs]) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="baton-sglang-"))
+        self._make_args = make_args
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Engine] = self._loop.create_future()
+        self._over = asyncio.Event()
+        self._stop = threading.Event()
+        self._others = _children()
+        # A daemon: an engine that cannot be taken down must not keep the process from ending.
+        self._thread = threading.Thread(target=self._main, name="sglang-launch", daemon=True)
+
+    async def start(self) -> Engine:
+        """Return the started engine. Raises ConfigError or EngineDead."""
+        self._thread.start()
+        return await asyncio.shield(self._ready)
+
+    async def stop(self) -> None:
+        """Return when no process, thread or file of the engine is left. Idempotent."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            if not self._ready.done():
+                self._kill()
+            await self._over.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _main(self) -> None:
+        try:
+            engine = self._launch()
+        except BaseException as error:  # whatever SGLang raises, it goes to who started
+            log.debug("SGLang did not start", exc_info=True)
+            problem = self._problem(error)
+            self._kill()
+            self._post(_fail, self._ready, problem)
+        else:
+            self._post(_resolve, self._ready, engine)
+            self._stop.wait()
+            with suppress(Exception):
+                _close(engine)
+            self._kill()
+            _remove_files(engine.port_args)
+        self._post(self._over.set)
+
+    def _launch(self) -> Engine:
+        """Start SGLang and leave as little behind in this process as can be. Blocks until the model is loaded."""
+        from sglang.srt.entrypoints.engine import Engine as SglangEngine
+
+        server_args = self._make_args()
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.directory)
+        os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+        engine = SglangEngine.__new__(SglangEngine)
+        made: list[Manager] = []
+
+        def make_manager(*args: Any) -> Any:
+            manager, templates = SglangEngine.init_tokenizer_manager_func(*args)
+            made.append(manager)
+            return manager, templates
+
+        engine.init_tokenizer_manager_func = make_manager
+        with _our_own(server_args.log_level):
+            try:
+                SglangEngine.__init__(engine, server_args=server_args)
+            except BaseException:
+                with suppress(Exception):
+                    _close(engine)
+                for manager in made:
+                    close_sockets(manager)
+                    _close_meeting(manager)
+                raise
+        for manager in made:
+            if manager._subprocess_watchdog is not None:
+                manager._subprocess_watchdog.stop()  # it kills this process; we look after the others ourselves
+        started: Engine = engine
+        return started
+
+    def _problem(self, error: BaseException) -> BatonError:
+        """Return what a failed start means: before a process was made, only the arguments can be wrong."""
+        if isinstance(error, BatonError):
+            return error
+        if not self._processes():
+            return ConfigError(f"SGLang cannot start so: {error}")
+        return EngineDead(f"SGLang did not start: {error}")
+
+    def _processes(self) -> "list[psutil.Process]":
+        """Return every process that has come since the start, with those that they have started."""
+        import psutil
+
+        spared = self._others | {
+            getattr(resource_tracker._resource_tracker, "_pid", None)
+        }  # it ends with us, and cleans up then
+        return [child for child in psutil.Process().children(recursive=True) if child.pid not in spared]
+
+    def _kill(self) -> None:
+        import psutil
+
+        mine = self._processes()
+        for child in mine:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        if left := psutil.wait_procs(mine, timeout=KILL_S)[1]:
+            log.error("processes %s of SGLang cannot be ended", [child.pid for child in left])
+
+    def _post(self, callback: Callable[..., None], *args: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended: nobody waits
+            self._loop.call_soon_threadsafe(callback, *args)
+
+
+def close_sockets(manager: Manager) -> None:
+    """Give up the sockets of SGLang's front half; on the event loop's thread, if it was there."""
+    for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler):
+        socket.close(linger=0)
+    manager.recv_from_detokenizer.context.destroy(linger=0)
+    manager.load_snapshot_reader.close()
+
+
+def _close_meeting(manager: Manager | None) -> None:
+    if manager is not None and manager.bootstrap_server is not None:
+        manager.bootstrap_server.close()
+
+
+def _close(engine: Engine) -> None:
+    """Let SGLang clean up after itself, processes aside, and then what it leaves; other sockets are closed by now."""
+    from sglang.srt.entrypoints import engine as module
+
+    atexit.unregister(engine.shutdown)
+    kill = module.kill_process_tree
+    # It would kill every child of this process, also those that are not SGLang's.
+    module.kill_process_tree = lambda *_, **__: None
+    try:
+        engine.shutdown()
+    finally:
+        module.kill_process_tree = kill
+        _close_meeting(engine.tokenizer_manager)
+
+
+def _remove_files(ports: object) -> None:
+    """Remove what SGLang has made for its processes to talk through."""
+    from sglang.srt.managers.load_snapshot import shm_path_for
+
+    names = vars(ports)
+    for address in names.values():
+        if isinstance(address, str) and address.startswith("ipc://"):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+    Path(shm_path_for(names["instance_id"])).unlink(missing_ok=True)
+
+
+@contextmanager
+def _our_own(log_level: str) -> Iterator[None]:
+    """Keep the settings of this process that SGLang replaces while it starts."""
+    root = logging.getLogger()
+    handlers, level, method = root.handlers[:], root.level, multiprocessing.get_start_method(allow_none=True)
+    logging.getLogger("sglang").setLevel(log_level.upper())
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        multiprocessing.set_start_method(method, force=True)
+
+
+def _children() -> frozenset[int]:
+    import psutil
+
+    return frozenset(child.pid for child in psutil.Process().children(recursive=True))
+
+
+def _resolve(future: "asyncio.Future[Engine]", engine: Engine) -> None:
+    if not future.done():
+        future.set_result(engine)
+
+
+def _fail(future: "asyncio.Future[Engine]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # marked as read: who started may have left

@@ -1,0 +1,61 @@
+"""LoRA adapters of a running SGLang."""
+
+import asyncio
+from pathlib import Path
+
+from baton.engines.sglang.foreign import Manager
+from baton.errors import InvalidRequest
+from baton.protocol.control import ListLoras, LoadLora, Outcome, UnloadLora
+
+
+class Loras:
+    """Takes adapters in and lets them go, by name."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+
+    async def obey(self, verb: LoadLora | UnloadLora | ListLoras) -> Outcome:
+        """See `Engine.control`."""
+        match verb:
+            case LoadLora():
+                await self._load(verb.name, Path(verb.path))
+                message = f"loaded {verb.name}"
+            case UnloadLora():
+                await self._unload(verb.name)
+                message = f"unloaded {verb.name}"
+            case ListLoras():
+                message = "loaded adapters"
+        return Outcome(message=message, adapters=self._loaded())
+
+    async def _load(self, name: str, path: Path) -> None:
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
+
+        if name in self._loaded():
+            raise InvalidRequest(f"name: {name!r} is in use; unload it first")
+        directory = await asyncio.to_thread(_directory, path)
+        request = LoadLoRAAdapterReqInput(lora_name=name, lora_path=directory)
+        answer = await self._manager.load_lora_adapter(request, None)
+        if not answer.success:
+            raise InvalidRequest(f"path: {answer.error_message}")
+
+    async def _unload(self, name: str) -> None:
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        if name not in self._loaded():
+            raise InvalidRequest(f"name: {name!r} is not loaded")
+        answer = await self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name), None)
+        if not answer.success:
+            raise InvalidRequest(f"name: {answer.error_message}")
+        # SGLang remembers where it was, and loads it again for the next request that names it.
+        self._manager.lora_ref_cache.pop(name, None)
+
+    def _loaded(self) -> tuple[str, ...]:
+        return tuple(sorted(self._manager.lora_registry.get_all_adapters()))
+
+
+def _directory(path: Path) -> str:
+    """Return a directory of this machine; what is none SGLang would look for on a hub."""
+    found = path.expanduser()
+    if not found.is_dir():
+        raise InvalidRequest(f"path: {path} is not a directory")
+    return str(found)

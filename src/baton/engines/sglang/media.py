@@ -1,0 +1,47 @@
+"""Media of a request in SGLang's words: what it fetches and encodes itself, or what was encoded elsewhere."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton.errors import InvalidRequest
+from baton.protocol.media import Media, MediaEmbedding, MediaUrl
+
+FIELDS = {"image": "image_data", "audio": "audio_data", "video": "video_data"}
+
+
+def media_fields(media: Sequence[Media]) -> dict[str, list[Any]]:
+    """Return the media as fields of SGLang's request, in order. Raises InvalidRequest."""
+    fields: dict[str, list[Any]] = {}
+    for item in media:
+        if item.modality not in FIELDS:
+            raise InvalidRequest(f"media: {item.modality} is none of {', '.join(FIELDS)}")
+        value = item.url if isinstance(item, MediaUrl) else _embedding(item)
+        fields.setdefault(FIELDS[item.modality], []).append(value)
+    for name, items in fields.items():
+        if len(items) > 1 and any(isinstance(item, dict) for item in items):
+            raise InvalidRequest(
+                f"{name}: SGLang takes one encoded piece, which may hold several, and no other with it"
+            )
+    return fields
+
+
+def _embedding(item: MediaEmbedding) -> dict[str, Any]:
+    """Return rows that another worker has encoded, as SGLang wants what its own encoder would have made."""
+    import torch
+
+    dtype = getattr(torch, item.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidRequest(f"media: {item.dtype!r} is not a type of numbers")
+    try:
+        rows = torch.frombuffer(bytearray(item.data), dtype=dtype).reshape(item.shape)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidRequest(f"media: {len(item.data)} bytes are not {item.dtype} of shape {item.shape}") from error
+    fields: dict[str, Any] = {
+        "format": "processor_output",
+        "modality": item.modality.upper(),
+        "precomputed_embeddings": rows,
+    }
+    if item.grid:
+        name = "video_grid_thw" if item.modality == "video" else "image_grid_thw"
+        fields[name] = torch.tensor(item.grid, dtype=torch.int64)
+    return fields

@@ -1,0 +1,119 @@
+"""From SGLang's chunks to outputs: what is new in each, and how an answer ended. Imports no SGLang."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from baton.engines.sglang.foreign import Chunk
+from baton.engines.sglang.params import cut_at, stop_tokens
+from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, Overloaded, PeerLost
+from baton.ports.engine import Work
+from baton.protocol.handoff import Consume, Produce
+from baton.protocol.outputs import Finished, FinishReason, Logprobs, TopLogprob
+
+BAD_REQUEST = range(400, 500)
+BUSY = (429, 503)
+
+
+class News(NamedTuple):
+    """What one chunk adds to a choice. `cut` says that the engine goes on and must be told to stop."""
+
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    end: Finished | BatonError | None = None
+    cut: bool = False
+
+
+class Choice:
+    """Reads the chunks of one choice, which carry everything so far or, `incremental`, only what is new."""
+
+    def __init__(self, work: Work, index: int, incremental: bool) -> None:
+        self._work = work
+        self._index = index
+        self._incremental = incremental
+        self._cuts = cut_at(work)
+        self._seen = 0
+
+    def read(self, chunk: Chunk) -> News:
+        """Return what is new. A chunk may have no tokens and no end: the engine says that it lives."""
+        meta = chunk.get("meta_info") or {}
+        finish = meta.get("finish_reason")
+        if finish is not None and finish.get("type") == "abort":
+            # SGLang repeats the last token when it ends a request early; nobody reads on in any case.
+            return News([], None, self._failure(finish))
+        ids = chunk.get("output_ids") or []
+        start = 0 if self._incremental else self._seen
+        fresh = list(ids[start:])
+        kept, cut = self._kept(fresh)
+        end = self._cut_end(kept, meta) if cut else self._end(finish, meta)
+        logprobs = self._logprobs(meta, start, len(kept))
+        self._seen += len(kept)
+        return News(kept, logprobs, end, cut and finish is None)
+
+    def _kept(self, fresh: list[int]) -> tuple[list[int], bool]:
+        """Return the tokens up to a stop token that SGLang does not look at, and whether there is one."""
+        if self._cuts:
+            least = self._work.stop.min_tokens or 0
+            for position, token in enumerate(fresh):
+                if token in self._cuts and self._seen + position + 1 >= least:
+                    return fresh[: position + 1], True
+        return fresh, False
+
+    def _cut_end(self, kept: list[int], meta: Chunk) -> Finished:
+        return self._finished(FinishReason.STOP, meta, kept[-1])
+
+    def _end(self, finish: Chunk | None, meta: Chunk) -> Finished | None:
+        if finish is None:
+            return None
+        if finish.get("type") == "length":
+            return self._finished(FinishReason.LENGTH, meta)
+        matched = finish.get("matched")
+        token = matched[-1] if isinstance(matched, list) and matched else matched
+        if isinstance(token, str) or (token in stop_tokens(self._work) and token not in self._work.eos_token_ids):
+            return self._finished(FinishReason.STOP, meta, token)
+        return self._finished(FinishReason.EOS, meta)
+
+    def _finished(self, reason: FinishReason, meta: Chunk, stop_reason: int | str | None = None) -> Finished:
+        scores = self._prompt_logprobs(meta)
+        return Finished(reason, self._index, stop_reason, meta.get("cached_tokens"), scores)
+
+    def _failure(self, finish: Chunk) -> BatonError:
+        message, status = str(finish.get("message") or "aborted"), finish.get("status_code")
+        if status is None:
+            return Cancelled(message)
+        if status in BUSY:
+            return Overloaded(message)
+        if status in BAD_REQUEST:
+            return InvalidRequest(message)
+        if isinstance(self._work.handoff, Produce | Consume) and self._seen == 0:
+            # Nothing was computed here that could have failed: what came between the two engines did.
+            return PeerLost(f"KV was not handed over: {message}")
+        return EngineFailed(message)
+
+    def _logprobs(self, meta: Chunk, start: int, count: int) -> Logprobs | None:
+        asked = self._work.output.logprobs
+        if asked is None or count == 0:
+            return None
+        chosen = (meta.get("output_token_logprobs") or [])[start : start + count]
+        if len(chosen) != count:
+            raise EngineFailed(f"SGLang returned {len(chosen)} log-probabilities for {count} tokens")
+        top = (meta.get("output_top_logprobs") or [])[start : start + count] if asked else []
+        return Logprobs(tuple(_score(entry) for entry in chosen), _alternatives(top, asked))
+
+    def _prompt_logprobs(self, meta: Chunk) -> Logprobs | None:
+        asked = self._work.output.prompt_logprobs
+        if asked is None:
+            return None
+        chosen = (meta.get("input_token_logprobs") or [])[1:]
+        top = (meta.get("input_top_logprobs") or [])[1:] if asked else []
+        return Logprobs(tuple(_score(entry) for entry in chosen), _alternatives(top, asked))
+
+
+def _score(entry: Sequence[Any]) -> float:
+    return float(entry[0]) if entry[0] is not None else 0.0
+
+
+def _alternatives(positions: Sequence[Any], asked: int) -> tuple[tuple[TopLogprob, ...], ...]:
+    return tuple(
+        tuple(TopLogprob(rank, int(entry[1]), float(entry[0])) for rank, entry in enumerate(position[:asked], 1))
+        for position in (position or () for position in positions)
+    )

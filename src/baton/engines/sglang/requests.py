@@ -1,0 +1,169 @@
+"""The requests inside SGLang: one reader task for each choice, and an abort that reaches every one of them.
+
+SGLang ends every request whose id *begins* with the one that it is told, so an id begins with a number of its own, as
+long as every other: "a.1" must not take "a.10" along.
+"""
+
+import asyncio
+import functools
+import itertools
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.media import media_fields
+from baton.engines.sglang.outputs import Choice, News
+from baton.engines.sglang.params import Setting, request_fields
+from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest
+from baton.ports.engine import Work
+from baton.protocol.ids import RequestId
+from baton.protocol.outputs import Finished
+from baton.stream import OutputStream
+
+HELD_ABORT_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class _Request:
+    """One request: its stream, and its choices that have not ended, by the ids that SGLang knows them by."""
+
+    __slots__ = ("begun", "readers", "stream", "work")
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.stream = OutputStream(work.sampling.n or 1)
+        self.readers: dict[str, asyncio.Task[None]] = {}
+        self.begun = False
+
+
+class Requests:
+    """Everything that has been submitted and has not ended. Only ever touched from the event loop.
+
+    While an operator's pause holds, `held` is true: what is inside SGLang stays there, even when it is aborted. What
+    SGLang ends without being asked to ends with `because`, if that is set.
+    """
+
+    def __init__(self, manager: Manager, make: Callable[..., Any], setting: Setting, incremental: bool = True) -> None:
+        self.steps = 0
+        self.held = False
+        self.because: BatonError | None = None
+        self._manager = manager
+        self._make = make
+        self._setting = setting
+        self._incremental = incremental
+        self._open: dict[RequestId, _Request] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def running(self) -> int:
+        """How many have begun to answer."""
+        return sum(request.begun for request in self._open.values())
+
+    @property
+    def waiting(self) -> int:
+        """How many have not."""
+        return len(self._open) - self.running
+
+    def submit(self, work: Work) -> OutputStream:
+        """See `Engine.submit`."""
+        if work.request_id in self._open:
+            raise InvalidRequest(f"request id {work.request_id} is in use")
+        if work.lora_name is not None and work.lora_name not in self._manager.lora_ref_cache:
+            raise InvalidRequest(f"lora_name: {work.lora_name!r} is not loaded")
+        choices = [self._fields(work, index) for index in range(work.sampling.n or 1)]
+        media = media_fields(work.media)
+        request = self._open[work.request_id] = _Request(work)
+        for index, fields in enumerate(choices):
+            reading = asyncio.create_task(self._read(request, index, fields | media), name=f"sglang-{fields['rid']}")
+            request.readers[fields["rid"]] = reading
+            reading.add_done_callback(functools.partial(self._left, request, fields["rid"]))
+        return request.stream
+
+    async def abort(self, request_id: RequestId) -> None:
+        """See `Engine.abort`."""
+        request = self._open.get(request_id)
+        if request is None:
+            return
+        request.stream.fail(Cancelled("aborted"))
+        readers = self._take_back(request)
+        if readers:
+            # Held in place, a request ends when the engine goes on; until then nothing touches its memory.
+            await asyncio.wait(readers, timeout=HELD_ABORT_S if self.held else None)
+
+    def end_early(self, because: BatonError) -> int:
+        """End every request with `because`; return how many there were."""
+        requests = tuple(self._open.values())
+        for request in requests:
+            request.stream.fail(because)
+            self._take_back(request)
+        return len(requests)
+
+    def abandon(self, because: BatonError) -> list[asyncio.Task[None]]:
+        """End every stream with `because`, and give up reading; return the readers, which end by themselves."""
+        readers = [reader for request in self._open.values() for reader in request.readers.values()]
+        for request in self._open.values():
+            request.stream.fail(because)
+        for reader in readers:
+            reader.cancel()
+        return readers
+
+    async def close(self, because: BatonError) -> None:
+        """End every stream with `because`; return when nobody reads any more."""
+        if readers := self.abandon(because):
+            await asyncio.wait(readers)
+
+    def _fields(self, work: Work, index: int) -> dict[str, Any]:
+        return request_fields(work, f"{next(self._numbers):012x}-{work.request_id}", index, self._setting)
+
+    def _take_back(self, request: _Request) -> list[asyncio.Task[None]]:
+        """Tell SGLang to end every choice; return the readers that will see it."""
+        for rid, reader in tuple(request.readers.items()):
+            state = self._manager.rid_to_state.get(rid)
+            if state is not None and state.dispatched:
+                self._manager.abort_request(rid=rid)
+            else:
+                # SGLang would forget an abort that comes before its request.
+                reader.cancel()
+        return list(request.readers.values())
+
+    def _left(self, request: _Request, rid: str, _: asyncio.Task[None]) -> None:
+        del request.readers[rid]
+        if not request.readers and self._open.get(request.work.request_id) is request:
+            del self._open[request.work.request_id]
+            request.stream.fail(EngineFailed("SGLang ended the request and did not say why"))
+
+    async def _read(self, request: _Request, index: int, fields: dict[str, Any]) -> None:
+        choice = Choice(request.work, index, self._incremental)
+        try:
+            async with aclosing(self._manager.generate_request(self._make(**fields), None)) as chunks:
+                async for chunk in chunks:
+                    self.steps += 1
+                    self._deliver(request, fields["rid"], index, choice.read(chunk))
+        except BatonError as error:
+            self._fail(request, error)
+        except ValueError as error:
+            self._fail(request, InvalidRequest(str(error)))
+        except Exception as error:
+            log.warning("%s failed inside SGLang", request.work.request_id, exc_info=True)
+            self._fail(request, EngineFailed(f"SGLang failed: {error!r}"))
+
+    def _deliver(self, request: _Request, rid: str, index: int, news: News) -> None:
+        stream = request.stream
+        if news.token_ids:
+            request.begun = True
+            stream.push(news.token_ids, index, news.logprobs)
+        if isinstance(end := news.end, Finished):
+            stream.finish(end.reason, index, end.stop_reason, end.cached_tokens, end.prompt_logprobs)
+            if news.cut:
+                self._manager.abort_request(rid=rid)
+        elif end is not None:
+            self._fail(request, self.because if isinstance(end, Cancelled) and self.because is not None else end)
+
+    def _fail(self, request: _Request, error: BatonError) -> None:
+        """One choice has failed, and with it the request."""
+        request.stream.fail(error)
+        if len(request.readers) > 1:
+            self._take_back(request)

@@ -1,0 +1,1 @@
+"""TensorRT-LLM behind the engine port. `adapter.TrtllmEngine` is the engine; the library is imported late."""

@@ -1,0 +1,137 @@
+"""Which TensorRT-LLM is installed, and what of it is used: probed once, before an engine is made."""
+
+import functools
+import importlib
+import re
+from collections.abc import Callable
+from typing import cast
+
+import msgspec
+
+from baton.engines.trtllm.foreign import (
+    ArgumentsModel,
+    Make,
+    MakeCollector,
+    MakeDisaggregated,
+    MakeGuided,
+    MakeId13,
+    MakeLlm,
+    MakeLogprob,
+    MakeLora,
+    MakeSampling,
+    MakeScheduling,
+)
+from baton.errors import ConfigError
+
+SUPPORTED = ((1, 2), (1, 3))
+
+# Where each class is; the first part, tensorrt_llm, is left out.
+PATHS = {
+    "llm": "llmapi.llm.LLM",
+    "autodeploy_llm": "_torch.auto_deploy.llm.LLM",
+    "arguments": "llmapi.llm_args.TorchLlmArgs",
+    "autodeploy_arguments": "_torch.auto_deploy.llm_args.LlmArgs",
+    "kv_cache_config": "llmapi.llm_args.KvCacheConfig",
+    "cache_transceiver_config": "llmapi.llm_args.CacheTransceiverConfig",
+    "sampling_params": "sampling_params.SamplingParams",
+    "guided_decoding_params": "sampling_params.GuidedDecodingParams",
+    "disaggregated_params": "disaggregated_params.DisaggregatedParams",
+    "scheduling_params": "scheduling_params.SchedulingParams",
+    "lora_request": "executor.request.LoRARequest",
+    "logprob": "executor.result.Logprob",
+    "request_error": "executor.utils.RequestError",
+    "metrics_collector": "metrics.collector.MetricsCollector",
+}
+PATHS_13 = {
+    "engine_dead_error": "executor.utils.EngineDeadError",
+    "new_handoff_id": "llmapi.disagg_utils.get_global_disagg_request_id",
+}
+
+
+class Features(msgspec.Struct, frozen=True, kw_only=True):
+    """What differs between the versions."""
+
+    version: str
+    priority: bool  # requests have one
+    zero_logprobs: bool  # 0 asks for the chosen token only; before, 0 is off
+    thinking_budget: bool
+    handoff_ids: bool  # a hand-off has an id that is unique among workers, and carries log-probabilities
+    kv_capacity: bool  # the size of the KV cache can be asked for; before, only an iteration tells it
+    health_check: bool
+    iteration_metrics: bool
+
+
+class Library(msgspec.Struct, frozen=True, kw_only=True):
+    """The library, or a double of it: everything that the adapter calls."""
+
+    features: Features
+    llm: MakeLlm
+    autodeploy_llm: Callable[[], MakeLlm]
+    arguments: ArgumentsModel
+    autodeploy_arguments: Callable[[], ArgumentsModel]
+    kv_cache_config: Make
+    cache_transceiver_config: Make
+    sampling_params: MakeSampling
+    guided_decoding_params: MakeGuided
+    disaggregated_params: MakeDisaggregated
+    scheduling_params: MakeScheduling
+    lora_request: MakeLora
+    logprob: MakeLogprob
+    request_error: type[Exception]
+    metrics_collector: MakeCollector
+    engine_dead_error: type[Exception] | None
+    new_handoff_id: MakeId13 | None
+    tensor: Callable[[list[float]], object]
+    gpu_count: Callable[[], int]
+
+
+def features_of(version: str) -> Features:
+    """Return what `version` can do. Raises ConfigError for a version that this adapter has not been written for."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    known = (int(found[1]), int(found[2])) if found else None
+    if known not in SUPPORTED:
+        shown = f"{known[0]}.{known[1]}" if known else repr(version)
+        raise ConfigError(f"TensorRT-LLM {shown} is not supported, 1.2 or 1.3 is")
+    new = known == (1, 3)
+    return Features(
+        version=version,
+        priority=new,
+        zero_logprobs=new,
+        thinking_budget=new,
+        handoff_ids=new,
+        kv_capacity=new,
+        health_check=new,
+        iteration_metrics=new,
+    )
+
+
+def load() -> Library:
+    """Return the installed library. Takes seconds: call it off the event loop. Raises ConfigError."""
+    try:
+        root = importlib.import_module("tensorrt_llm")
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise ConfigError(
+            f"TensorRT-LLM cannot be imported: {error}; it needs an NVIDIA GPU: pip install 'baton-serve[trtllm]'"
+        ) from error
+    features = features_of(str(root.__version__))
+    # Autodeploy brings in much that the other engine does not need, so it waits until it is asked for.
+    late = ("autodeploy_llm", "autodeploy_arguments")
+    fetched = {name: _fetch(path) for name, path in PATHS.items() if name not in late}
+    fetched |= {name: _fetch(path) if features.handoff_ids else None for name, path in PATHS_13.items()}
+    fetched |= {name: functools.partial(_fetch, PATHS[name]) for name in late}
+    fetched |= {"tensor": torch.tensor, "gpu_count": torch.cuda.device_count}
+    return _library(features, fetched)
+
+
+def _library(features: Features, fetched: dict[str, object]) -> Library:
+    make = cast(Callable[..., Library], Library)  # what was fetched by name has no types before it is in the struct
+    return make(features=features, **fetched)
+
+
+def _fetch(path: str) -> object:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(f"tensorrt_llm.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"this TensorRT-LLM has no {path}: {error}") from error

@@ -1,0 +1,323 @@
+"""TensorRT-LLM as this adapter sees it: every member and every keyword that it uses, and no other.
+
+mypy holds the adapter to these shapes, and `baton.testing.facts` holds the shapes to what each supported version has.
+A name that ends with 13 adds what is there since 1.3 only.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol, TypedDict, Unpack
+
+SOURCES: dict[str, tuple[str, ...]] = {
+    "Logprob": ("executor.result.Logprob",),
+    "DisaggregatedParams": ("disaggregated_params.DisaggregatedParams",),
+    "CompletionOutput": ("executor.result.CompletionOutput",),
+    "Result": ("llmapi.llm.RequestOutput", "executor.result.GenerationResult", "executor.result.GenerationResultBase"),
+    "Executor": ("executor.executor.GenerationExecutor",),
+    "Llm": ("llmapi.llm.BaseLLM",),
+    "MetricsCollector": ("metrics.collector.MetricsCollector",),
+    "SamplingFields": ("sampling_params.SamplingParams",),
+    "GuidedFields": ("sampling_params.GuidedDecodingParams",),
+    "DisaggregatedFields": ("disaggregated_params.DisaggregatedParams",),
+    "SchedulingFields": ("scheduling_params.SchedulingParams",),
+    "LoraFields": ("executor.request.LoRARequest",),
+    "GenerateFields": ("llmapi.llm.BaseLLM.generate_async",),
+    "PromptFields": ("inputs.data.TokensPrompt",),
+    "MakeLogprob": ("executor.result.Logprob",),
+    "MakeCollector": ("metrics.collector.MetricsCollector",),
+    "MakeId13": ("llmapi.disagg_utils.get_global_disagg_request_id",),
+}
+
+
+class Logprob(Protocol):
+    """How likely a token was, and its place among all tokens (from 1)."""
+
+    logprob: float
+    rank: int | None
+
+
+TokenLogprob = Mapping[int, Logprob] | float | None
+
+
+class DisaggregatedParams(Protocol):
+    """What a prefill tells a decode."""
+
+    first_gen_tokens: list[int] | None
+    ctx_request_id: int | None
+    opaque_state: bytes | None
+    draft_tokens: list[int] | None
+
+
+class DisaggregatedParams13(DisaggregatedParams, Protocol):
+    """What it tells since 1.3."""
+
+    first_gen_log_probs: Sequence[TokenLogprob] | None
+    disagg_request_id: int | None
+    ctx_dp_rank: int | None
+    ctx_info_endpoint: str | None
+    schedule_style: int | None
+    ctx_usage: dict[str, object] | None
+
+
+class CompletionOutput(Protocol):
+    """One choice, with everything since its beginning; the same object at every step."""
+
+    index: int
+    token_ids: list[int] | None
+    logprobs: Sequence[TokenLogprob] | None
+    prompt_logprobs: Sequence[TokenLogprob] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    disaggregated_params: DisaggregatedParams | None
+
+
+class Result(Protocol):
+    """One request. Iterating over it gives the object itself, again after every step; for one reader only."""
+
+    cached_tokens: int
+    metrics_dict: dict[object, object]
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """Every choice."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step follows."""
+
+    def abort(self) -> None:
+        """Ask the engine to end it; a last step tells that it has."""
+
+    def __aiter__(self) -> AsyncIterator["Result"]: ...
+
+
+class Executor(Protocol):
+    """What runs behind an Llm."""
+
+    def is_shutdown(self) -> bool:
+        """Whether it takes no more work."""
+
+
+class SamplingFields(TypedDict, total=False):
+    """Keywords of SamplingParams."""
+
+    end_id: int
+    max_tokens: int
+    stop_token_ids: list[int] | None
+    include_stop_str_in_output: bool
+    embedding_bias: object
+    n: int
+    best_of: int
+    top_k: int
+    top_p: float
+    seed: int
+    temperature: float
+    min_tokens: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    length_penalty: float
+    min_p: float
+    logprobs: int
+    prompt_logprobs: int
+    guided_decoding: object
+    ignore_eos: bool
+    detokenize: bool
+
+
+class SamplingFields13(SamplingFields, total=False):
+    """Keywords of SamplingParams since 1.3."""
+
+    thinking_token_budget: int
+
+
+class GuidedFields(TypedDict, total=False):
+    """Keywords of GuidedDecodingParams."""
+
+    json: str | dict[str, object]
+    regex: str
+    grammar: str
+    structural_tag: str
+
+
+class DisaggregatedFields(TypedDict, total=False):
+    """Keywords of DisaggregatedParams."""
+
+    request_type: str
+    first_gen_tokens: list[int] | None
+    ctx_request_id: int | None
+    opaque_state: bytes | None
+    draft_tokens: list[int] | None
+
+
+class DisaggregatedFields13(DisaggregatedFields, total=False):
+    """Keywords of DisaggregatedParams since 1.3."""
+
+    first_gen_log_probs: list[TokenLogprob] | None
+    disagg_request_id: int | None
+    ctx_dp_rank: int | None
+    ctx_info_endpoint: str | None
+    schedule_style: int | None
+    ctx_usage: dict[str, object] | None
+
+
+class SchedulingFields(TypedDict):
+    """Keywords of SchedulingParams."""
+
+    attention_dp_rank: int
+    attention_dp_relax: bool
+
+
+class LoraFields(TypedDict):
+    """Keywords of LoRARequest."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+class PromptFields(TypedDict):
+    """A prompt of tokens."""
+
+    prompt_token_ids: list[int]
+
+
+class GenerateFields(TypedDict, total=False):
+    """Keywords of `generate_async`. By keyword always: versions put new ones between old ones."""
+
+    inputs: PromptFields
+    sampling_params: object
+    lora_request: object
+    streaming: bool
+    disaggregated_params: object
+    trace_headers: Mapping[str, str]
+    scheduling_params: object
+    cache_salt: str
+
+
+class GenerateFields13(GenerateFields, total=False):
+    """Keywords of `generate_async` since 1.3."""
+
+    priority: float
+
+
+class Llm(Protocol):
+    """The library's engine."""
+
+    _executor: Executor | None
+
+    def generate_async(self, **fields: Unpack[GenerateFields13]) -> Result:
+        """Take a request in. Not a coroutine; called on the event loop that will read the result."""
+
+    def get_stats(self, timeout: float) -> list[dict[str, object]]:
+        """Return what each iteration since the last call tells; blocks up to `timeout` seconds."""
+
+    def get_kv_cache_events(self, timeout: float) -> list[dict[str, object]]:
+        """Return the KV events since the last call; blocks up to `timeout` seconds."""
+
+    def shutdown(self) -> None:
+        """End everything; blocks."""
+
+
+class Llm13(Llm, Protocol):
+    """The library's engine since 1.3."""
+
+    def get_kv_cache_capacity(self) -> dict[str, int]:
+        """Return the size of the cache; blocks."""
+
+    def _check_health(self) -> bool:
+        """Return whether the engine lives; blocks."""
+
+
+class MetricsCollector(Protocol):
+    """Counts requests into Prometheus metrics of the process."""
+
+
+class MetricsCollector12(MetricsCollector, Protocol):
+    """How it is told in 1.2."""
+
+    def log_metrics_dict(self, metrics_dict: dict[object, object]) -> None:
+        """Count a request that has ended."""
+
+
+class MetricsCollector13(MetricsCollector, Protocol):
+    """How it is told since 1.3."""
+
+    def log_request_metrics_dict(self, metrics_dict: dict[object, object]) -> None:
+        """Count a request that has ended."""
+
+    def log_iteration_stats(self, iteration_stats: dict[str, object]) -> None:
+        """Count an iteration."""
+
+
+class FieldInfo(Protocol):
+    """What pydantic tells of one field."""
+
+    annotation: object
+
+
+class ArgumentsModel(Protocol):
+    """A pydantic class; its constructor checks its keywords."""
+
+    model_fields: Mapping[str, FieldInfo]
+
+    def __call__(self, **fields: object) -> object: ...
+
+
+class Make(Protocol):
+    """A config of the library: pydantic checks its fields."""
+
+    def __call__(self, **fields: object) -> object: ...
+
+
+class MakeLlm(Protocol):
+    """The engine itself: pydantic checks its arguments."""
+
+    def __call__(self, **fields: object) -> Llm: ...
+
+
+class MakeSampling(Protocol):
+    """SamplingParams."""
+
+    def __call__(self, **fields: Unpack[SamplingFields13]) -> object: ...
+
+
+class MakeGuided(Protocol):
+    """GuidedDecodingParams."""
+
+    def __call__(self, **fields: Unpack[GuidedFields]) -> object: ...
+
+
+class MakeDisaggregated(Protocol):
+    """DisaggregatedParams."""
+
+    def __call__(self, **fields: Unpack[DisaggregatedFields13]) -> object: ...
+
+
+class MakeScheduling(Protocol):
+    """SchedulingParams."""
+
+    def __call__(self, **fields: Unpack[SchedulingFields]) -> object: ...
+
+
+class MakeLora(Protocol):
+    """LoRARequest."""
+
+    def __call__(self, **fields: Unpack[LoraFields]) -> object: ...
+
+
+class MakeLogprob(Protocol):
+    """Logprob."""
+
+    def __call__(self, *, logprob: float, rank: int | None) -> Logprob: ...
+
+
+class MakeCollector(Protocol):
+    """MetricsCollector."""
+
+    def __call__(self, *, labels: dict[str, str]) -> MetricsCollector: ...
+
+
+class MakeId13(Protocol):
+    """A number for a hand-off, unique among workers; since 1.3."""
+
+    def __call__(self, *, node_id: int, process_id: int) -> int: ...

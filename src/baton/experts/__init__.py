@@ -1,0 +1,1 @@
+"""Where the experts of a mixture model go: the offline planner behind `baton experts`."""

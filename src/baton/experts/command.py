@@ -1,0 +1,96 @@
+"""`baton experts`: plan where experts go, from what a worker recorded."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from baton.errors import ConfigError
+from baton.experts.files import check_target, read_counts, write_layout
+from baton.experts.placement import Algorithm, Balance, Shape, check, measure, plan, resolve, trivial
+
+EXIT_CONFIG = 2
+_COUNT = click.IntRange(min=1)
+
+
+@click.group()
+def experts() -> None:
+    """Spread the experts of a mixture model evenly over ranks."""
+
+
+@experts.command("plan")
+@click.argument("dump", type=click.Path(path_type=Path))
+@click.option("--ranks", type=_COUNT, required=True, help="expert-parallel ranks of the worker (SGLang's --ep-size)")
+@click.option("--nodes", type=_COUNT, default=1, show_default=True, help="machines that the ranks are on")
+@click.option("--redundant", type=click.IntRange(min=0), default=0, show_default=True, help="extra copies of experts")
+@click.option("--groups", type=_COUNT, help="groups that the router picks experts by (n_group in the model's config)")
+@click.option(
+    "--algorithm",
+    type=click.Choice(["auto", "global", "hierarchical"]),
+    default="auto",
+    show_default=True,
+    help="hierarchical keeps a group of experts on one node; auto does, where nodes divide the groups",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="file to write the layout to: .json or .pt")
+def plan_command(
+    dump: Path, ranks: int, nodes: int, redundant: int, groups: int | None, algorithm: Algorithm, out: Path | None
+) -> None:
+    """Plan a layout from DUMP, what a recorder wrote in mode stat: .pt or .json with logical_count."""
+    try:
+        if out is not None:
+            check_target(out)
+            _keep_apart(dump, out)
+        counts = read_counts(dump)
+        shape = Shape(experts=len(counts[0]), redundant=redundant, ranks=ranks, nodes=nodes, groups=groups or 0)
+        check(shape, algorithm)
+        layout = plan(counts, shape, algorithm)
+        before = measure(counts, [trivial(shape)] * len(counts), ranks)
+        after = measure(counts, layout, ranks)
+        used = sum(any(row) for row in counts)
+        click.echo(_summary(len(counts), used, shape, resolve(shape, algorithm)) + _table(before, after))
+        if out is not None:
+            write_layout(out, layout)
+        click.echo(_next_step(out, redundant))
+    except ConfigError as error:
+        click.echo(f"baton: {error.message}", err=True)
+        sys.exit(EXIT_CONFIG)
+
+
+def _keep_apart(dump: Path, out: Path) -> None:
+    if out.exists() and dump.exists() and out.samefile(dump):
+        raise ConfigError(f"{out} is the dump itself: name another file for the layout")
+
+
+def _summary(layers: int, used: int, shape: Shape, algorithm: str) -> str:
+    nodes = f" of {shape.nodes} nodes" if shape.nodes > 1 else ""
+    silent = f", {layers - used} of them without load" if used < layers else ""
+    return (
+        f"{layers} layers{silent}; {shape.experts} experts and {shape.redundant} redundant on"
+        f" {shape.ranks} ranks{nodes}, {shape.size} slots each; {algorithm}\n\n"
+    )
+
+
+def _table(before: Balance, after: Balance) -> str:
+    lines = [
+        ("", "trivial", "planned"),
+        ("balancedness, mean of layers", f"{before.balancedness:.3f}", f"{after.balancedness:.3f}"),
+        ("balancedness, worst layer", *(f"{each.worst:.3f} (layer {each.worst_layer})" for each in (before, after))),
+        ("busiest rank / mean rank", *(f"{each.peak:.2f}x" for each in (before, after))),
+        ("busiest rank / mean, worst layer", *(f"{1 / each.worst:.2f}x" for each in (before, after))),
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _next_step(out: Path | None, redundant: int) -> str:
+    if out is None:
+        return "\nNothing was written; name a file with --out FILE to use this layout."
+    copies = f" --experts-redundant {redundant}" if redundant else ""
+    return (
+        f"\nWrote {out}. Start the worker with it:\n\n"
+        f"  baton worker --engine sglang --experts-layout {out}{copies}\n\n"
+        f"or SGLang itself with --init-expert-location {out}"
+        + (f" --ep-num-redundant-experts {redundant}" if redundant else "")
+    )

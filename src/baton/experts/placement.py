@@ -1,0 +1,164 @@
+"""From how often each expert was used to where its copies go. Pure, and in plain Python: no files, no tensors.
+
+A layout has a row per layer and a column per physical slot: slots [r * size, (r + 1) * size) are those of rank r, and
+ranks [n * ranks / nodes, (n + 1) * ranks / nodes) those of node n. A cell names the logical expert in that slot.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from baton.errors import ConfigError
+from baton.experts.packing import pack, spread
+
+Algorithm = Literal["auto", "global", "hierarchical"]
+Row = list[int]
+Layout = list[Row]
+Loads = Sequence[float]
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """What the experts are spread over. `groups` is 0 if the model does not group them."""
+
+    experts: int
+    redundant: int = 0
+    ranks: int
+    nodes: int = 1
+    groups: int = 0
+
+    @property
+    def physical(self) -> int:
+        """Slots over all ranks."""
+        return self.experts + self.redundant
+
+    @property
+    def size(self) -> int:
+        """Slots of a rank."""
+        return self.physical // self.ranks
+
+
+class Balance(msgspec.Struct, frozen=True, kw_only=True):
+    """How evenly a layout spreads load over ranks; only layers that had any count.
+
+    Balancedness is the mean rank's load by that of the busiest: 1 is perfect. `peak` is the inverse, which is how much
+    longer the busiest rank computes than it would in a perfect layout.
+    """
+
+    balancedness: float
+    peak: float
+    worst: float
+    worst_layer: int
+
+
+def plan(counts: Sequence[Loads], shape: Shape, algorithm: Algorithm = "auto") -> Layout:
+    """Return the layout for these counts, a row per layer; in no layer is the busiest rank busier than in `trivial`.
+
+    Two copies of an expert share a rank only if a rank has more slots than there are experts. `hierarchical` keeps the
+    experts of a group on one node, which wins over balance where `trivial` splits groups. `auto` is hierarchical where
+    nodes divide the groups and balance allows it, and global elsewhere. Raises ConfigError for a shape that cannot be.
+    """
+    check(shape, algorithm)
+    return [_plan_layer(loads, shape, algorithm) for loads in counts]
+
+
+def trivial(shape: Shape) -> Row:
+    """Return the row that an engine starts with: experts in order, and from the first again."""
+    return [slot % shape.experts for slot in range(shape.physical)]
+
+
+def resolve(shape: Shape, algorithm: Algorithm) -> Literal["global", "hierarchical"]:
+    """Return what `auto` means for this shape."""
+    if algorithm != "auto":
+        return algorithm
+    return "hierarchical" if shape.nodes > 1 and shape.groups and shape.groups % shape.nodes == 0 else "global"
+
+
+def rank_loads(loads: Loads, row: Row, ranks: int) -> list[float]:
+    """Return the load of each rank, when the copies of an expert share its load equally."""
+    copies = [0] * len(loads)
+    for expert in row:
+        copies[expert] += 1
+    size = len(row) // ranks
+    return [
+        sum(loads[expert] / copies[expert] for expert in row[start : start + size])
+        for start in range(0, len(row), size)
+    ]
+
+
+def measure(counts: Sequence[Loads], layout: Layout, ranks: int) -> Balance:
+    """Return how evenly the layout would have spread what was counted."""
+    shares = {
+        layer: _balancedness(rank_loads(loads, row, ranks))
+        for layer, (loads, row) in enumerate(zip(counts, layout, strict=True))
+        if any(loads)
+    }
+    if not shares:
+        return Balance(balancedness=1.0, peak=1.0, worst=1.0, worst_layer=0)
+    worst_layer = min(shares, key=shares.__getitem__)
+    return Balance(
+        balancedness=sum(shares.values()) / len(shares),
+        peak=sum(1 / share for share in shares.values()) / len(shares),
+        worst=shares[worst_layer],
+        worst_layer=worst_layer,
+    )
+
+
+def _balancedness(loads: list[float]) -> float:
+    return min(1.0, sum(loads) / len(loads) / max(loads))
+
+
+def check(shape: Shape, algorithm: Algorithm) -> None:
+    """Raise ConfigError if experts cannot be laid out so."""
+    if shape.physical % shape.ranks:
+        wanted = -shape.experts % shape.ranks
+        raise ConfigError(
+            f"{shape.experts} experts and {shape.redundant} redundant ones do not divide over {shape.ranks} ranks:"
+            f" take {wanted}, {wanted + shape.ranks}, ... redundant ones"
+        )
+    if shape.ranks % shape.nodes:
+        raise ConfigError(f"{shape.ranks} ranks do not divide over {shape.nodes} nodes")
+    if shape.groups and shape.experts % shape.groups:
+        raise ConfigError(f"{shape.experts} experts do not divide into {shape.groups} groups")
+    if algorithm == "hierarchical" and not shape.groups:
+        raise ConfigError("the hierarchical algorithm keeps groups of experts together: say how many groups there are")
+    if algorithm == "hierarchical" and shape.groups % shape.nodes:
+        raise ConfigError(f"{shape.groups} groups of experts do not divide over {shape.nodes} nodes: plan globally")
+
+
+def _plan_layer(loads: Loads, shape: Shape, algorithm: Algorithm) -> Row:
+    start = trivial(shape)
+    if not any(loads):
+        return start
+    if resolve(shape, algorithm) == "hierarchical":
+        row = _hierarchical(loads, shape)
+        if not _better(start, row, loads, shape):
+            return row
+        if algorithm == "hierarchical":
+            return start if _keeps_groups(start, shape) else row
+    row = [expert for rank in spread(loads, shape.ranks, shape.size) for expert in rank]
+    return start if _better(start, row, loads, shape) else row
+
+
+def _better(one: Row, other: Row, loads: Loads, shape: Shape) -> bool:
+    return max(rank_loads(loads, one, shape.ranks)) < max(rank_loads(loads, other, shape.ranks))
+
+
+def _hierarchical(loads: Loads, shape: Shape) -> Row:
+    per_group = shape.experts // shape.groups
+    groups = [range(group * per_group, (group + 1) * per_group) for group in range(shape.groups)]
+    weights = [sum(loads[expert] for expert in group) for group in groups]
+    row: Row = []
+    for members in pack(weights, [1] * shape.groups, shape.nodes):
+        experts = [expert for group in members for expert in groups[group]]
+        own = [loads[expert] for expert in experts]
+        row += [experts[owner] for rank in spread(own, shape.ranks // shape.nodes, shape.size) for owner in rank]
+    return row
+
+
+def _keeps_groups(row: Row, shape: Shape) -> bool:
+    per_group, per_node = shape.experts // shape.groups, shape.physical // shape.nodes
+    homes: dict[int, int] = {}
+    return all(
+        homes.setdefault(expert // per_group, slot // per_node) == slot // per_node for slot, expert in enumerate(row)
+    )

@@ -1,0 +1,163 @@
+"""The TensorRT-LLM adapter uses nothing that a supported version does not have.
+
+Three nets: the shapes that the adapter declares are held to the facts, nothing in it goes round those shapes (mypy
+holds it to them), and the double, which is made of the facts, refuses what they do not have.
+"""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.engines.echo.engine import MODEL_DIR
+from baton.engines.trtllm import compat, foreign, handoff, kv_view, readings
+from baton.engines.trtllm.arguments import NOT_AUTODEPLOY, build_arguments, plan_arguments
+from baton.engines.trtllm.options import TrtllmOptions
+from baton.errors import ConfigError
+from baton.testing.facts import DIRECTORY, NotInFacts, keys_in, load_facts, problems_of, ways_round_types
+from baton.testing.trtllm_double import World, make_library
+
+FACTS = load_facts("trtllm")
+PACKAGE = Path(inspect.getfile(foreign)).parent
+CONTENT = msgspec.json.decode((DIRECTORY / "trtllm.json").read_bytes())
+
+
+def double(version: str) -> Any:
+    return make_library(version, World(), CollectorRegistry())
+
+
+def test_the_facts_name_versions_that_the_adapter_takes() -> None:
+    assert {"1.2", "1.3"} == {".".join(version.split(".")[:2]) for version in FACTS}
+    for version in FACTS:
+        assert compat.features_of(version).version == version
+
+
+@pytest.mark.parametrize("version", ["1.1.0", "1.4.0rc1", "2.0", "unknown"])
+def test_other_versions_are_refused_by_name(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not supported, 1\.2 or 1\.3 is"):
+        compat.features_of(version)
+
+
+def test_every_shape_is_in_the_facts_of_every_version() -> None:
+    assert problems_of(inspect.getsource(foreign), foreign.SOURCES, FACTS) == []
+
+
+def test_every_class_is_where_it_is_looked_for() -> None:
+    for version in FACTS.values():
+        assert [path for path in compat.PATHS.values() if not version.knows(path)] == []
+        if version.version.startswith("1.3"):
+            assert [path for path in compat.PATHS_13.values() if not version.knows(path)] == []
+
+
+def test_every_shape_stands_for_something_or_is_pydantic() -> None:
+    shapes = set(re.findall(r"^class (\w+)\(", inspect.getsource(foreign), re.MULTILINE))
+    known = {name.removesuffix("12").removesuffix("13") for name in foreign.SOURCES}
+    passed_on = {"Make", "MakeLlm", "MakeSampling", "MakeGuided", "MakeDisaggregated", "MakeScheduling", "MakeLora"}
+    assert {name.removesuffix("12").removesuffix("13") for name in shapes} - known - passed_on == {
+        "FieldInfo",
+        "ArgumentsModel",
+    }
+
+
+def test_nothing_goes_round_the_shapes() -> None:
+    found = {path.name: ways_round_types(path.read_text()) for path in PACKAGE.glob("*.py")}
+    imports = found.pop("compat.py")
+    assert len(imports) == 1, "classes are fetched by name in one place"
+    assert {name: ways for name, ways in found.items() if ways} == {}
+
+
+def test_every_key_of_stats_and_events_is_in_the_facts() -> None:
+    for version in FACTS.values():
+        stats = {key for keys in version.content["stats_keys"].values() for key in keys}
+        events = set(version.content["kv_event_keys"])
+        newer = {"attentionDpRank", "cache_salt", "layer_group_id"}
+        allowed = newer if version.version.startswith("1.2") else set()
+        assert keys_in(inspect.getsource(readings)) <= stats | allowed
+        assert keys_in(inspect.getsource(kv_view)) <= events | allowed
+    assert {"usedNumBlocks", "kvCacheStats"} <= keys_in(inspect.getsource(readings)), "the keys are found"
+    assert {"parent_hash", "window_size"} <= keys_in(inspect.getsource(kv_view)), "the keys are found"
+
+
+def test_the_handed_over_fields_and_request_types_are_the_librarys() -> None:
+    wire = {field.name for field in msgspec.structs.fields(handoff._Params)}
+    assert wire <= FACTS["1.3.0rc22"].keywords("disaggregated_params.DisaggregatedParams")
+    assert wire <= FACTS["1.3.0rc25"].keywords("disaggregated_params.DisaggregatedParams")
+    assert {handoff.CONTEXT_ONLY, handoff.GENERATION_ONLY, handoff.WHOLE} == set(CONTENT["request_types"])
+
+
+@pytest.mark.parametrize("part", ["whole", "prefill", "decode"])
+@pytest.mark.parametrize("backend", ["pytorch", "_autodeploy"])
+@pytest.mark.parametrize("version", FACTS)
+def test_the_arguments_that_baton_sets_are_the_librarys(version: str, backend: Any, part: str) -> None:
+    options = TrtllmOptions(backend=backend, guided="xgrammar")
+    arguments = build_arguments(double(version), options, plan_arguments(options, {}, MODEL_DIR, part, context=512))
+    path = "llmapi.llm_args.TorchLlmArgs" if backend == "pytorch" else "_torch.auto_deploy.llm_args.LlmArgs"
+    assert set(arguments) <= set(FACTS[version].fields(path))
+    assert not set(arguments) & set(NOT_AUTODEPLOY)
+
+
+# That the nets can catch something
+
+
+@pytest.mark.parametrize(
+    ("shape", "addition"),
+    [
+        ("class Result(Protocol):", "    tokens_so_far: int"),
+        ("class Llm(Protocol):", "    def get_kv_cache_capacity(self) -> int: ..."),
+        ("class Llm(Protocol):", "    def shutdown(self, timeout: float) -> None: ..."),
+        ("class SamplingFields(TypedDict, total=False):", "    thinking_token_budget: int"),
+        ("class GenerateFields(TypedDict, total=False):", "    priority: float"),
+        ("class DisaggregatedFields13(DisaggregatedFields, total=False):", "    conversation_id: str"),
+        ("class MakeId13(Protocol):", "    def __call__(self, *, machine: int) -> int: ..."),
+    ],
+)
+def test_a_shape_with_a_name_that_some_version_has_not_is_found(shape: str, addition: str) -> None:
+    source = inspect.getsource(foreign)
+    assert shape in source
+    assert len(problems_of(source.replace(shape, f"{shape}\n{addition}"), foreign.SOURCES, FACTS)) >= 1
+
+
+def test_a_way_round_the_shapes_is_found() -> None:
+    assert ways_round_types("if hasattr(llm, 'abort'): llm.abort()")
+    assert ways_round_types("from typing import Any")
+    assert ways_round_types("llm.abort()  # type: " + "ignore[attr-defined]")
+
+
+def test_the_double_refuses_a_keyword_that_its_version_has_not() -> None:
+    old, new = double("1.2.1"), double("1.3.0rc22")
+    assert new.sampling_params(thinking_token_budget=1)
+    for library, field in ((old, "thinking_token_budget"), (old, "no_such"), (new, "no_such")):
+        with pytest.raises(NotInFacts, match=field):
+            library.sampling_params(**{field: 1})
+    with pytest.raises(NotInFacts, match="machine_id"):
+        new.disaggregated_params(machine_id=1)
+    with pytest.raises(NotInFacts, match="buckets"):
+        old.metrics_collector(labels={}, buckets=())
+
+
+def test_the_double_refuses_an_attribute_and_a_call_that_its_version_has_not() -> None:
+    def llm(version: str) -> Any:
+        options = TrtllmOptions()
+        library = double(version)
+        return library.llm(
+            **build_arguments(library, options, plan_arguments(options, {}, MODEL_DIR, "whole", context=512))
+        )
+
+    old, new = llm("1.2.1"), llm("1.3.0rc22")
+    try:
+        assert new.get_kv_cache_capacity()
+        with pytest.raises(NotInFacts, match="get_kv_cache_capacity"):
+            old.get_kv_cache_capacity()
+        with pytest.raises(NotInFacts, match="priority"):
+            old.generate_async(inputs={}, sampling_params=None, priority=0.5)
+        with pytest.raises(NotInFacts, match="wait"):
+            new.get_stats(wait=1)
+        with pytest.raises(NotInFacts, match="tokens"):
+            double("1.2.1").sampling_params(max_tokens=1).tokens  # noqa: B018
+    finally:
+        old.shutdown()
+        new.shutdown()

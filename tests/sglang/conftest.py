@@ -1,0 +1,25 @@
+"""Tests against the real SGLang, on a CPU: `make test-sglang`. Without SGLang there is nothing here to collect."""
+
+import importlib.util
+import signal
+from pathlib import Path
+
+import pytest
+
+from e2e.conftest import pytest_runtest_makereport, start_shared  # noqa: F401
+
+collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sigquit() -> None:
+    """The loops of these tests are not the main thread's, which alone can mind what SGLang's processes send."""
+    signal.signal(signal.SIGQUIT, lambda *_: None)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that is quick."""
+    from baton.testing.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)

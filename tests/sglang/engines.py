@@ -1,0 +1,121 @@
+"""SGLang engines for tests: on the CPU, small, and shared where a test does not stop them.
+
+An engine belongs to the event loop that it was started in, so one loop on one thread outlives the tests of a module.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from baton.engines.sglang.adapter import SglangEngine
+from baton.engines.sglang.options import SglangOptions
+from baton.engines.sglang.rules import Part
+from baton.ports.engine import EngineInfo, Work
+from baton.protocol.events import KvEvent, LoadSnapshot
+from baton.protocol.ids import RequestId
+from baton.stream import OutputStream
+from baton.testing.bounded import eventually
+from baton.testing.engine_session import Session
+
+T = TypeVar("T")
+
+START_S = 120.0
+CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-overlap-schedule", "--cuda-graph-backend-decode", "disabled", "--sleep-on-idle"),
+    *("--cuda-graph-backend-prefill", "disabled", "--dtype", "float32"),
+    *("--max-total-tokens", "8192", "--max-running-requests", "4"),
+)
+
+
+class TestedEngine(SglangEngine):
+    """An engine that remembers what it was given and whether it was stopped."""
+
+    __test__ = False
+
+    def __init__(self, model: Path, part: Part = "whole", *more: str, **options: Any) -> None:
+        chosen = SglangOptions(**({"metrics": False, "start_s": START_S} | options))
+        super().__init__(chosen, (*CPU, *more), model, "tiny", part)
+        self.given: list[RequestId] = []
+        self.is_stopped = False
+
+    def submit(self, work: Work) -> OutputStream:
+        """Take the work, and remember it."""
+        stream = super().submit(work)
+        self.given.append(work.request_id)
+        return stream
+
+    async def stop(self) -> None:
+        """Stop, and remember that."""
+        self.is_stopped = True
+        await super().stop()
+
+
+class Bench:
+    """An event loop on a thread, and at most one engine in it, which is started when it is wanted."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="bench", daemon=True)
+        self._thread.start()
+        self._session: Session | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    def run(self, body: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
+        """Run `body` in the loop and return its result. Raises AssertionError after `limit_s`."""
+
+        async def limited() -> T:
+            try:
+                async with asyncio.timeout(limit_s) as limit:
+                    return await body
+            except TimeoutError as error:
+                if limit.expired():
+                    raise AssertionError(f"not finished after {limit_s:g} s") from error
+                raise
+
+        return asyncio.run_coroutine_threadsafe(limited(), self.loop).result(limit_s + 30)
+
+    async def session(self, make: Any) -> Session:
+        """Return the engine that runs, or start the one that `make` returns."""
+        if self._session is None:
+            engine = make()
+            info: EngineInfo = await engine.start()
+            session = self._session = Session(engine, info)
+            self._listening = asyncio.create_task(session.listen())
+            await eventually(lambda: session.used_blocks() is not None)
+        return self._session
+
+    async def tidy(self) -> None:
+        """Take back what a test has left in the engine; forget an engine that it has stopped."""
+        session = self._session
+        if session is None:
+            return
+        engine = session.engine
+        assert isinstance(engine, TestedEngine)
+        if engine.is_stopped:
+            self._session = None
+            assert self._listening is not None
+            await self._listening
+            return
+        given, engine.given = engine.given, []
+        await asyncio.gather(*(engine.abort(request_id) for request_id in given))
+
+    async def stop_engine(self) -> None:
+        """Stop the engine, if one runs."""
+        if self._session is not None:
+            await self._session.engine.stop()
+            await self.tidy()
+
+    def close(self) -> None:
+        """End the engine and the loop."""
+        self.run(self.stop_engine())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+def kv_events(session: Session) -> list[KvEvent]:
+    """Return what was told of blocks."""
+    return [reading for reading in session.readings if not isinstance(reading, LoadSnapshot)]

@@ -1,0 +1,82 @@
+"""One engine in a process of its own, for tests that need a second one: a process can have only one SGLang.
+
+Usage: peer.py MODEL PART [SGLANG ARGUMENT]... It reads orders from its input, one JSON object a line, and answers so.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from engines import TestedEngine
+
+from baton.errors import BatonError
+from baton.ports.engine import Work
+from baton.protocol.handoff import Bootstrap, Consume, Handoff, Produce, Trial
+from baton.protocol.ids import RequestId
+from baton.protocol.outputs import TokenDelta
+from baton.protocol.requests import Sampling, StopConditions
+
+
+def say(**answer: object) -> None:
+    print("@" + json.dumps(answer), flush=True)
+
+
+def handoff_of(order: dict[str, Any]) -> Handoff | None:
+    """Return what an order says of the other side."""
+    if order["do"] == "trial":
+        return Trial()
+    if order["do"] == "generate":
+        return None
+    place = Bootstrap(host=order["host"], port=order["port"], room=order["room"])
+    return Produce(bootstrap=place) if order["do"] == "produce" else Consume(source=place)
+
+
+async def generate(engine: TestedEngine, order: dict[str, Any]) -> None:
+    """Answer with the tokens of one request, and with what it failed with."""
+    tokens: list[int] = []
+    problem: str | None = None
+    try:
+        stream = engine.submit(
+            Work(
+                request_id=RequestId(order["id"]),
+                token_ids=tuple(order["prompt"]),
+                max_tokens=order.get("tokens", 1),
+                sampling=Sampling(temperature=0.0),
+                stop=StopConditions(ignore_eos=True),
+                handoff=handoff_of(order),
+            )
+        )
+        while outputs := await stream.read():
+            tokens += [t for output in outputs if isinstance(output, TokenDelta) for t in output.token_ids]
+    except BatonError as error:
+        problem = error.code
+    say(id=order["id"], tokens=tokens, problem=problem)
+
+
+async def main(model: str, part: Any, *args: str) -> None:
+    engine = TestedEngine(Path(model), part, *args)
+    try:
+        info = await engine.start()
+        say(host=info.handoff_host, port=info.handoff_port)
+        async with asyncio.TaskGroup() as group:
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                order = json.loads(line)
+                if order["do"] == "abort":
+                    await engine.abort(RequestId(order["id"]))
+                    progress = engine.progress()
+                    say(aborted=order["id"], busy=progress.running + progress.waiting)
+                elif order["do"] == "stop":
+                    break
+                else:
+                    group.create_task(generate(engine, order))
+            await engine.stop()
+    except BatonError as error:
+        say(failed=error.code, message=error.message)
+    finally:
+        await engine.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

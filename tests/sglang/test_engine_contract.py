@@ -1,0 +1,44 @@
+"""The real SGLang keeps the rules of `ports/engine.py`. Rules that do not stop it share one engine."""
+
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Bench, TestedEngine
+
+from baton.ports.engine import Engine
+from baton.testing.engine_contract import EngineContract
+from baton.testing.engine_session import Session
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bench(tiny: Path) -> Iterator[None]:
+    TestSglangEngine.model = tiny
+    TestSglangEngine.bench = Bench()
+    yield
+    TestSglangEngine.bench.close()
+
+
+class TestSglangEngine(EngineContract):
+    model: Path
+    bench: Bench
+    limit_s = 120.0
+    long_tokens = 1500
+
+    def make_engine(self) -> Engine:
+        return TestedEngine(self.model)
+
+    def make_broken_engine(self) -> Engine:
+        return TestedEngine(self.model / "nowhere")
+
+    def _run(self, body: Coroutine[Any, Any, None]) -> None:
+        try:
+            self.bench.run(body, self.limit_s)
+        finally:
+            self.bench.run(self.bench.tidy())
+
+    @asynccontextmanager
+    async def _session(self, engine: Engine | None = None) -> AsyncIterator[Session]:
+        yield await self.bench.session(self.make_engine)

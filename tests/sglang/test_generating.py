@@ -1,0 +1,297 @@
+"""What the real SGLang makes of a request: every option is followed, and none without being told so."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from engines import Bench, TestedEngine, kv_events
+
+from baton.errors import Cancelled, InvalidRequest, Unsupported
+from baton.ports.engine import Work
+from baton.protocol.events import KvStored
+from baton.protocol.ids import RequestId, new_request_id
+from baton.protocol.outputs import Finished, FinishReason, Logprobs, TokenDelta
+from baton.protocol.requests import GuidedDecoding, OutputOptions, Sampling, StopConditions
+from baton.testing.bounded import eventually
+from baton.testing.engine_session import Session, read_to_the_end
+
+PROMPT = tuple(range(40, 80))
+NAMES = [3783480490812179100]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engine(bench: Bench, tiny: Path) -> "Engines":
+    return Engines(bench, lambda: TestedEngine(tiny, "whole", "--enable-priority-scheduling"))
+
+
+class Engines:
+    """Runs tests on the one engine of a module."""
+
+    def __init__(self, bench: Bench, make: Any) -> None:
+        self._bench = bench
+        self._make = make
+
+    def run(self, body: Any, limit_s: float = 90.0) -> Any:
+        """Run `body` with a session of the engine; take back what it leaves."""
+
+        async def whole() -> Any:
+            async with self._session() as session:
+                return await body(session)
+
+        return self._bench.run(whole(), limit_s)
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[Session]:
+        try:
+            yield await self._bench.session(self._make)
+        finally:
+            await self._bench.tidy()
+
+
+def work(tokens: int = 12, prompt: tuple[int, ...] = PROMPT, **changes: Any) -> Work:
+    """Return work that makes exactly `tokens` tokens unless `changes` say otherwise."""
+    asked: dict[str, Any] = {
+        "request_id": new_request_id("test"),
+        "token_ids": prompt,
+        "max_tokens": tokens,
+        "sampling": Sampling(temperature=0.0),
+        "stop": StopConditions(ignore_eos=True),
+    }
+    return Work(**(asked | changes))
+
+
+async def answer_of(session: Session, asked: Work) -> tuple[list[int], Finished, list[Logprobs]]:
+    """Return the tokens of the one choice, how it ended, and its log-probabilities."""
+    stream = session.engine.submit(asked)
+    tokens: list[int] = []
+    scores: list[Logprobs] = []
+    while outputs := await stream.read():
+        for output in outputs:
+            if isinstance(output, TokenDelta):
+                tokens += output.token_ids
+                scores += [output.logprobs] if output.logprobs else []
+            elif isinstance(output, Finished):
+                end = output
+    return tokens, end, scores
+
+
+def text_of(tokens: list[int], model: Path) -> str:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def test_log_probabilities_of_answer_and_prompt_agree(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        tokens, end, scores = await answer_of(session, work(16, output=OutputOptions(logprobs=2)))
+        chosen = [value for part in scores for value in part.chosen]
+        best = [position[0] for part in scores for position in part.top]
+        assert [alternative.rank for alternative in best] == [1] * 16
+        assert [alternative.token_id for alternative in best] == tokens, "greedy takes the best"
+        assert end.prompt_logprobs is None
+        whole = work(1, prompt=(*PROMPT, *tokens), output=OutputOptions(prompt_logprobs=1))
+        _, end, scores = await answer_of(session, whole)
+        assert scores == []
+        assert end.prompt_logprobs is not None
+        assert len(end.prompt_logprobs.chosen) == len(PROMPT) + 16 - 1
+        assert end.prompt_logprobs.chosen[-16:] == pytest.approx(chosen, abs=1e-3)
+        assert [position[0].token_id for position in end.prompt_logprobs.top[-16:]] == tokens
+
+    engine.run(body)
+
+
+def test_every_choice_is_its_own_and_ends_once(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        asked = work(24, sampling=Sampling(n=3, temperature=1.0))
+        answer = await read_to_the_end(session.engine.submit(asked), choices=3)
+        assert [len(tokens) for tokens in answer.tokens] == [24, 24, 24]
+        assert len({tuple(tokens) for tokens in answer.tokens}) == 3
+
+    engine.run(body)
+
+
+def test_d08_a_long_prompt_is_cancelled_before_its_first_output(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        asked = work(1000, prompt=PROMPT * 70)
+        stream = session.engine.submit(asked)
+        await asyncio.sleep(0.005)  # it is inside SGLang, and has not answered
+        await session.engine.abort(asked.request_id)
+        with pytest.raises(Cancelled):
+            await stream.read()
+        await session.as_at_the_start(20)
+
+    engine.run(body)
+
+
+def test_d09_a_request_is_aborted_and_not_those_whose_ids_begin_alike(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        first, second = (work(300, request_id=RequestId(name)) for name in ("trace.1", "trace.10"))
+        streams = [session.engine.submit(asked) for asked in (first, second)]
+        await asyncio.gather(*(stream.read() for stream in streams))
+        await session.engine.abort(first.request_id)
+        with pytest.raises(Cancelled):
+            await read_to_the_end(streams[0])
+        assert (await read_to_the_end(streams[1])).ends[0] is not None
+
+    engine.run(body)
+
+
+@pytest.mark.parametrize(
+    ("guide", "fits"),
+    [
+        (GuidedDecoding(regex="[ab]{3}c"), r"[ab]{3}c"),
+        (GuidedDecoding(choice=("x (y)", "1+1=2.")), r"x \(y\)|1\+1=2\."),
+        (GuidedDecoding(grammar='root ::= "yes" | "no"'), r"yes|no"),
+        (GuidedDecoding(json={"enum": ["left", "right"]}), r'"(left|right)"'),
+    ],
+    ids=["regex", "choice", "grammar", "json"],
+)
+def test_d06_guided_output_has_the_shape(engine: Engines, tiny: Path, guide: GuidedDecoding, fits: str) -> None:
+    async def body(session: Session) -> None:
+        asked = work(40, sampling=Sampling(temperature=1.0, guided_decoding=guide), stop=StopConditions())
+        tokens, end, _ = await answer_of(session, asked)
+        assert re.fullmatch(fits, text_of(tokens, tiny)), text_of(tokens, tiny)
+        assert end.reason is FinishReason.EOS
+
+    engine.run(body)
+
+
+def test_d06_a_structural_tag_is_followed(engine: Engines, tiny: Path) -> None:
+    tag = {
+        "type": "structural_tag",
+        "format": {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": "</a>"},
+    }
+
+    async def body(session: Session) -> None:
+        guide = GuidedDecoding(structural_tag=tag)
+        tokens, _, _ = await answer_of(
+            session, work(40, sampling=Sampling(temperature=1.0, guided_decoding=guide), stop=StopConditions())
+        )
+        assert re.fullmatch(r"<a>[0-9]{2}</a>", text_of(tokens, tiny)), text_of(tokens, tiny)
+
+    engine.run(body)
+
+
+def test_an_impossible_shape_fails_its_request_alone(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        broken = GuidedDecoding(grammar="root ::= nowhere")
+        with pytest.raises(InvalidRequest):
+            await answer_of(session, work(8, sampling=Sampling(guided_decoding=broken), stop=StopConditions()))
+        assert len((await answer_of(session, work(8)))[0]) == 8
+
+    engine.run(body)
+
+
+def test_d06_min_tokens_holds_the_end_back(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        tokens, _, _ = await answer_of(session, work(30))
+        stop = tokens[4]
+        first = tokens.index(stop)
+        conditions = StopConditions(stop_token_ids=(stop,))
+        short, end, _ = await answer_of(session, work(30, stop=conditions))
+        assert (len(short), end.reason, end.stop_reason) == (first + 1, FinishReason.STOP, stop)
+        held = msgspec.structs.replace(conditions, min_tokens=20)
+        assert len((await answer_of(session, work(30, stop=held)))[0]) >= 20
+
+    engine.run(body)
+
+
+def test_a_bias_and_a_penalty_change_the_answer(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        plain, _, _ = await answer_of(session, work(20))
+        biased = Sampling(temperature=0.0, logit_bias={"77": 100.0})
+        assert (await answer_of(session, work(20, sampling=biased)))[0] == [77] * 20
+        fined = Sampling(temperature=0.0, logit_bias={"77": 25.0}, frequency_penalty=2.0)
+        assert (await answer_of(session, work(20, sampling=fined)))[0] != [77] * 20
+        assert (await answer_of(session, work(20)))[0] == plain
+
+    engine.run(body)
+
+
+def test_zero_is_a_value(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        greedy, _, _ = await answer_of(session, work(20))
+        for sampling in (
+            Sampling(temperature=0.0, top_p=0.0, top_k=0, min_p=0.0),
+            Sampling(temperature=1.0, top_p=0.0),
+        ):
+            assert (await answer_of(session, work(20, sampling=sampling)))[0] == greedy
+
+    engine.run(body)
+
+
+def test_a_seed_that_sglang_would_ignore_is_refused(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        with pytest.raises(Unsupported, match="enable-deterministic-inference"):
+            session.engine.submit(work(4, sampling=Sampling(temperature=1.0, seed=7)))
+        await answer_of(session, work(4, sampling=Sampling(temperature=0.0, seed=7)))
+
+    engine.run(body)
+
+
+def test_a_greater_priority_goes_first(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        filling = [session.engine.submit(work(400)) for _ in range(session.info.max_running)]
+        await asyncio.gather(*(stream.read() for stream in filling))
+        order: list[int] = []
+
+        async def wait(priority: int) -> None:
+            await read_to_the_end(session.engine.submit(work(4, priority=priority)))
+            order.append(priority)
+
+        async with asyncio.TaskGroup() as group:
+            for priority in (1, 2, 50):
+                group.create_task(wait(priority))
+        assert order[0] == 50
+        await asyncio.gather(*(read_to_the_end(stream) for stream in filling))
+
+    engine.run(body)
+
+
+def test_blocks_of_one_content_have_one_name_and_salt_tells_apart(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        size = session.info.block_size
+        prompt = tuple(100 + number % 90 for number in range(4 * size))
+        before = len(kv_events(session))
+
+        def stored() -> list[KvStored]:
+            return [event for event in kv_events(session)[before:] if isinstance(event, KvStored)]
+
+        await answer_of(session, work(2, prompt=prompt))
+        await eventually(lambda: sum(len(event.block_hashes) for event in stored()) >= 4)
+        plain = [name for event in stored() for name in event.block_hashes][:4]
+        assert stored()[0].token_ids[:size] == prompt[:size]
+        assert plain[:1] == NAMES, "they are the same in every process"
+        told = len(stored())
+        await answer_of(session, work(2, prompt=prompt, cache_salt="tenant"))
+        await eventually(lambda: len(stored()) > told)
+        salted = stored()[told:]
+        assert {event.cache_salt for event in salted} == {"tenant"}
+        assert not {name for event in salted for name in event.block_hashes} & set(plain)
+
+    engine.run(body)
+
+
+def test_prompts_are_reused_and_say_so(engine: Engines) -> None:
+    async def body(session: Session) -> None:
+        prompt = tuple(7 + number % 70 for number in range(64))
+        await answer_of(session, work(2, prompt=prompt))
+        _, end, _ = await answer_of(session, work(2, prompt=prompt))
+        assert end.cached_tokens == 48, "all but the block that the last token is in"
+        _, end, _ = await answer_of(session, work(2, prompt=prompt, cache_salt="other"))
+        assert end.cached_tokens == 0
+
+    engine.run(body)

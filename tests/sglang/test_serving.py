@@ -1,0 +1,220 @@
+"""Baton on the real SGLang, as a client sees it: one worker, a prefill and a decode worker, and the KV router."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from baton.testing.tiny import make_tiny_model
+from e2e.harness import Serve, eventually, fetch
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+MODEL = "tiny"
+CPU = (
+    *("--", "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph"),
+    *("--disable-overlap-schedule", "--sampling-backend", "pytorch", "--max-total-tokens", "16384", "--sleep-on-idle"),
+)
+SPLIT = (
+    *(*CPU, "--disaggregation-transfer-backend", "nixl", "--chunked-prefill-size", "256"),
+    *("--disaggregation-decode-retraction-backup", "cpu_tensor"),
+)
+STOP = {"BATON_START_S": "300", "BATON_CANARY_TIMEOUT_S": "60", "OMP_NUM_THREADS": "1"}
+LONG = "".join(f"{number} bottles of beer on the wall, " for number in range(100))
+PROMPTS = ["a", "0123456789abcdef", "0123456789abcdefg", "What is the capital of Japan?", LONG[:600], LONG[:2500]]
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("models") / MODEL, seed=3))
+
+
+@pytest.fixture(scope="module")
+def whole(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
+    """One worker that does everything."""
+    serve = start_shared(Serve, "--model", model, "--router", "kv", *CPU, engine="sglang", settings=STOP)
+    yield serve
+    serve.stop()
+
+
+@pytest.fixture(scope="module")
+def split(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
+    """A prefill and a decode worker whose engines move KV by themselves."""
+    serve = start_shared(Serve, "--model", model, *SPLIT, engine="sglang", prefill=1, decode=1, settings=STOP)
+    yield serve
+    serve.stop()
+
+
+def complete(serve: Serve, prompt: str, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16}
+    return serve.client(strict=False).completions.create(model=MODEL, prompt=prompt, **(defaults | options))
+
+
+def asking(length: int, tokens: int = 4) -> dict[str, object]:
+    """A request for a prompt that no other has begun like."""
+    prompt = f"{time.monotonic_ns()} {LONG}"[:length].ljust(length, "x")
+    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
+
+
+def quiet(serve: Serve) -> bool:
+    return all(serve.metric("baton_in_flight", n) == 0 == serve.metric("baton_engine_running", n) for n in (0, 1))
+
+
+class TestOneWorker:
+    """A worker that does both prefill and decode."""
+
+    def test_chat_and_its_usage(self, whole: Serve) -> None:
+        answer = whole.client().chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hello!"}], max_tokens=7, temperature=0.0
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 7
+        assert answer.choices[0].finish_reason == "length"
+
+    def test_a_stream_is_the_whole_answer_in_pieces(self, whole: Serve) -> None:
+        expected = complete(whole, "count: 1 2 3", max_tokens=40).choices[0].text
+        parts = [part.choices[0].text for part in complete(whole, "count: 1 2 3", max_tokens=40, stream=True)]
+        assert "".join(parts) == expected
+        assert len(parts) > 1
+
+    def test_choices_guides_and_log_probabilities(self, whole: Serve) -> None:
+        answer = complete(whole, "abc", n=3, temperature=1.0, logprobs=2)
+        assert sorted(choice.index for choice in answer.choices) == [0, 1, 2]
+        assert all(len(choice.logprobs.token_logprobs) == 16 for choice in answer.choices)
+        guided = complete(whole, "yes or no?", temperature=1.0, extra_body={"guided_choice": ["yes", "no"]})
+        assert guided.choices[0].text in ("yes", "no")
+
+    def test_a_prefix_is_reused_and_the_router_hears_of_it(self, whole: Serve) -> None:
+        prompt = f"{time.monotonic_ns()} " + LONG[:400]
+        assert complete(whole, prompt).usage.prompt_tokens_details.cached_tokens == 0
+        again = complete(whole, prompt)
+        assert again.usage.prompt_tokens_details.cached_tokens >= len(prompt) // 16 * 16 - 16
+
+    @pytest.mark.parametrize(
+        ("body", "words"),
+        [({"prompt": "x" * 5000}, "context"), ({"max_tokens": 100_000}, "max_tokens"), ({"logprobs": 500}, "")],
+    )
+    def test_bad_input_is_refused_with_the_reason(self, whole: Serve, body: dict[str, Any], words: str) -> None:
+        status, text = whole.post(COMPLETIONS, {"model": MODEL, "prompt": "x", "max_tokens": 4, **body})
+        assert status == 400, text
+        assert words in text
+
+    def test_d08_cancel_before_first_output(self, whole: Serve) -> None:
+        """Three prompts of some seconds; the clients leave before any has a token."""
+        cancelled = whole.ended("cancelled")
+        connections = [whole.open(COMPLETIONS, asking(4000, 16)) for _ in range(3)]
+        eventually(lambda: whole.metric("baton_in_flight") == 3, what="three are inside")
+        for connection in connections:
+            connection.close()
+        eventually(lambda: whole.ended("cancelled") == cancelled + 3, what="all three are cancelled")
+        eventually(lambda: whole.metric("baton_engine_running") == 0, what="the engine is free")
+
+    def test_the_engines_own_metrics_are_shown(self, whole: Serve) -> None:
+        status, text = whole.system("/metrics")
+        assert status == 200
+        assert "sglang:" in text
+        assert "baton_requests_total" in text
+
+    def test_pause_and_continue(self, whole: Serve) -> None:
+        assert control(whole, "pause", {"mode": "keep"})["paused"] is True
+        status, _ = whole.post(COMPLETIONS, asking(20))
+        assert status in (404, 503)
+        control(whole, "continue", {})
+        eventually(lambda: whole.post(COMPLETIONS, asking(20))[0] == 200, what="it serves again")
+
+    def test_weights_are_replaced_and_a_wrong_shape_is_refused(
+        self, whole: Serve, model: str, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        directory = tmp_path_factory.mktemp("weights")
+        other = make_tiny_model(directory / "other", seed=9)
+        wrong = make_tiny_model(directory / "wrong", seed=9, hidden_size=96)
+        before = complete(whole, "once upon a time").choices[0].text
+        status, text = order(whole, "weights/update", {"source": {"type": "disk", "path": str(wrong)}, "version": "x"})
+        assert status == 400, text
+        assert complete(whole, "once upon a time").choices[0].text == before, "old weights keep serving"
+        control(whole, "weights/update", {"source": {"type": "disk", "path": str(other)}, "version": "v2"})
+        assert complete(whole, "once upon a time").choices[0].text != before
+        assert control(whole, "status")["weight_version"] == "v2"
+        control(whole, "weights/update", {"source": {"type": "disk", "path": model}, "version": "v1"})
+        assert complete(whole, "once upon a time").choices[0].text == before
+
+
+class TestPrefillAndDecode:
+    """Engines that hand KV to each other over NIXL."""
+
+    @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+    def test_the_answer_is_the_same(self, whole: Serve, split: Serve, prompt: str) -> None:
+        expected = complete(whole, prompt).choices[0].text
+        done = split.metric("baton_rooms_total", 0, end="done")
+        assert complete(split, prompt).choices[0].text == expected
+        assert complete(split, prompt).choices[0].text == expected, "with both caches warm"
+        eventually(lambda: split.metric("baton_rooms_total", 0, end="done") == done + 2, what="both rooms are done")
+
+    def test_a_client_that_leaves_during_prefill_frees_both(self, split: Serve) -> None:
+        before = [split.ended("cancelled", n, role) for n, role in enumerate(("prefill", "decode"))]
+        connections = [split.open(COMPLETIONS, asking(4000, 16)) for _ in range(2)]
+        eventually(lambda: split.metric("baton_in_flight", 1) == 2, what="decode has both")
+        for connection in connections:
+            connection.close()
+        eventually(lambda: split.ended("cancelled", 1, "decode") == before[1] + 2, what="decode has cancelled both")
+        eventually(lambda: quiet(split), 60, "both engines are free")
+        assert split.post(COMPLETIONS, asking(20))[0] == 200
+
+    def test_d15_a_decode_does_not_wait_for_a_prefill_that_is_gone(self, split: Serve) -> None:
+        """The prefill worker is frozen: rooms fall silent, and decode says so long before any timeout of SGLang."""
+        worker = split.worker(0)
+        family = [worker, *worker.children(recursive=True)]
+        connection = split.open(COMPLETIONS, asking(4000, 16))
+        eventually(lambda: split.metric("baton_in_flight", 1) >= 1, what="decode has it")
+        for process in family:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            eventually(lambda: split.metric("baton_in_flight", 1) == 0, 30, "decode has given up")
+        finally:
+            for process in family:
+                process.send_signal(signal.SIGCONT)
+            connection.close()
+        eventually(lambda: split.post(COMPLETIONS, asking(20))[0] == 200, 120, "it serves again")
+
+
+class TestRouting:
+    """Two workers, and a router that knows what each of them has in its cache."""
+
+    def test_a_prompt_goes_where_its_beginning_is(self, start_shared: Callable[..., Serve], model: str) -> None:
+        flags = ("--model", model, "--router", "kv", *CPU)
+        serve = start_shared(Serve, *flags, engine="sglang", workers=2, settings=STOP)
+
+        def cached(prompt: str) -> int:
+            return int(complete(serve, prompt, max_tokens=2).usage.prompt_tokens_details.cached_tokens)
+
+        def served() -> list[float]:
+            return [serve.ended("completed", worker) for worker in (0, 1)]
+
+        prompts: list[str] = []
+        while len(prompts) < 3 or not all(served()):
+            assert len(prompts) < 40, "a worker is left out"
+            prompts.append(f"{len(prompts):03d} " * 100)
+            assert cached(prompts[-1]) == 0
+        for prompt in prompts[-3:]:
+            eventually(lambda prompt=prompt: cached(prompt + "and so on") >= 384, 30, "the prefix is found")
+            before = served()
+            assert all(cached(prompt + ending) >= 384 for ending in ("x", "y", "z"))
+            taken = sorted(now - then for then, now in zip(before, served(), strict=True))
+            assert taken == [0, 3], "one worker took all three"
+        serve.stop()
+
+
+def order(serve: Serve, verb: str, body: dict[str, Any] | None, worker: int = 0) -> tuple[int, str]:
+    url = f"http://127.0.0.1:{serve.system_ports[worker]}/control/{verb}"
+    return fetch(url, None if body is None else json.dumps(body).encode())
+
+
+def control(serve: Serve, verb: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    status, text = order(serve, verb, body)
+    assert status == 200, text
+    answer: dict[str, Any] = json.loads(text)
+    return answer

@@ -1,0 +1,211 @@
+"""From work to SGLang's words: every option arrives, and what SGLang would ignore is refused."""
+
+import json
+import re
+
+import pytest
+
+from baton.engines.sglang.compat import SUPPORTED, Dialect, probe
+from baton.engines.sglang.params import NOBODY, ROOM_ZERO, Setting, escape, request_fields, sampling_params
+from baton.errors import InvalidRequest, Unsupported
+from baton.ports.engine import Work
+from baton.protocol.handoff import Bootstrap, Consume, Handoff, PrefillResult, Produce, Trial
+from baton.protocol.ids import RequestId
+from baton.protocol.requests import GuidedDecoding, OutputOptions, Sampling, StopConditions
+
+WHOLE = Setting(dialect=Dialect(version="0.5.23"), part="whole")
+PLACE = Bootstrap(host="10.0.0.1", port=8998, room=77)
+
+
+def make_work(**changes: object) -> Work:
+    asked: dict[str, object] = {"request_id": RequestId("r"), "token_ids": (1, 2), "max_tokens": 5}
+    return Work(**(asked | changes))  # type: ignore[arg-type]
+
+
+def params(setting: Setting = WHOLE, index: int = 0, **changes: object) -> dict[str, object]:
+    return sampling_params(make_work(**changes), index, setting)
+
+
+def test_d03_the_number_of_tokens_is_always_said() -> None:
+    assert params() == {"max_new_tokens": 5, "n": 1}
+
+
+def test_zero_is_a_value() -> None:
+    zeros = Sampling(temperature=0.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0)
+    said = params(sampling=zeros)
+    assert said["temperature"] == 0.0
+    assert said["min_p"] == 0.0
+    assert said["presence_penalty"] == 0.0
+    assert said["top_k"] == -1, "0 and -1 both mean all"
+    assert 0 < params(sampling=Sampling(top_p=0.0))["top_p"] < 1e-6, "SGLang takes no 0"  # type: ignore[operator]
+
+
+def test_what_is_left_open_is_the_models_own() -> None:
+    setting = Setting(dialect=WHOLE.dialect, part="whole", defaults={"temperature": 0.6, "top_k": 20})
+    said = params(setting, sampling=Sampling(temperature=0.0))
+    assert (said["temperature"], said["top_k"]) == (0.0, 20)
+
+
+def test_d06_min_tokens_and_every_stop_token_arrive() -> None:
+    stop = StopConditions(min_tokens=3, stop_token_ids=(9,), stop_token_ids_hidden=(8,), stop_token_ids_visible=(7,))
+    said = params(stop=stop, eos_token_ids=(2,))
+    assert said["min_new_tokens"] == 3
+    assert said["stop_token_ids"] == [2, 7, 8, 9]
+    ignoring = StopConditions(stop_token_ids=(9,), ignore_eos=True)
+    assert params(stop=ignoring, eos_token_ids=(2,))["stop_token_ids"] == [9]
+
+
+@pytest.mark.parametrize(
+    ("guide", "said"),
+    [
+        (GuidedDecoding(json={"type": "null"}), {"json_schema": json.dumps({"type": "null"})}),
+        (GuidedDecoding(json='{"type":"null"}'), {"json_schema": '{"type":"null"}'}),
+        (GuidedDecoding(regex="a+"), {"regex": "a+"}),
+        (GuidedDecoding(choice=("a.b", "c")), {"regex": r"(a\.b)|(c)"}),
+        (GuidedDecoding(grammar='root ::= "a"'), {"ebnf": 'root ::= "a"'}),
+        (GuidedDecoding(structural_tag={"format": 1}), {"structural_tag": json.dumps({"format": 1})}),
+    ],
+    ids=["schema", "schema as text", "regex", "choice", "grammar", "tag"],
+)
+def test_d06_every_kind_of_guidance_arrives(guide: GuidedDecoding, said: dict[str, str]) -> None:
+    everything = params(sampling=Sampling(guided_decoding=guide))
+    assert {key: value for key, value in everything.items() if key not in ("max_new_tokens", "n")} == said
+
+
+@pytest.mark.parametrize(
+    ("guide", "problem"),
+    [
+        (GuidedDecoding(regex="a", grammar="b"), InvalidRequest),
+        (GuidedDecoding(regex=""), InvalidRequest),
+        (GuidedDecoding(choice=()), InvalidRequest),
+        (GuidedDecoding(json={}, whitespace_pattern=" "), Unsupported),
+        (GuidedDecoding(json={}, backend="another"), Unsupported),
+    ],
+)
+def test_d06_guidance_that_would_be_ignored_is_refused(guide: GuidedDecoding, problem: type[Exception]) -> None:
+    with pytest.raises(problem):
+        params(sampling=Sampling(guided_decoding=guide))
+
+
+def test_d35_without_a_tokenizer_nothing_that_needs_one_is_taken() -> None:
+    bare = Setting(dialect=WHOLE.dialect, part="whole", guided=False)
+    with pytest.raises(Unsupported, match="guided"):
+        params(bare, sampling=Sampling(guided_decoding=GuidedDecoding(regex="a")))
+    with pytest.raises(Unsupported, match="min_tokens"):
+        params(bare, stop=StopConditions(min_tokens=1))
+
+
+@pytest.mark.parametrize("text", ["a.b", "(x)", "[1]", "a b", "tab\t", "a|b", "1+1=2", "{}", "^$", "\\", "ü?", "-/'\""])
+def test_an_escaped_text_means_itself(text: str) -> None:
+    assert re.fullmatch(escape(text), text)
+
+
+def test_choices_of_one_seed_differ_and_a_seed_without_effect_is_refused() -> None:
+    following = Setting(dialect=WHOLE.dialect, part="whole", seeds=True)
+    seeds = [params(following, index, sampling=Sampling(seed=7))["sampling_seed"] for index in range(3)]
+    assert seeds == [7, 8, 9]
+    assert params(following, 1, sampling=Sampling(seed=2**63 - 1))["sampling_seed"] == -(2**63)
+    with pytest.raises(Unsupported, match="deterministic"):
+        params(sampling=Sampling(seed=7))
+    assert "sampling_seed" not in params(sampling=Sampling(seed=7, temperature=0.0))
+
+
+def test_log_probabilities_of_answer_and_prompt_are_asked_for() -> None:
+    def asked(**output: int) -> tuple[object, ...]:
+        fields = request_fields(make_work(output=OutputOptions(**output)), "rid", 0, WHOLE)
+        return fields["return_logprob"], fields["top_logprobs_num"], fields["logprob_start_len"]
+
+    assert asked() == (False, 0, -1)
+    assert asked(logprobs=0) == (True, 0, -1)
+    assert asked(logprobs=3) == (True, 3, -1)
+    assert asked(logprobs=1, prompt_logprobs=4) == (True, 4, 0)
+
+
+def test_everything_else_of_a_request_arrives() -> None:
+    work = make_work(
+        priority=3, dp_rank=1, lora_name="fine", cache_salt="tenant", trace_headers={"traceparent": "00-a-b-01"}
+    )
+    fields = request_fields(work, "rid", 0, WHOLE)
+    assert fields["rid"] == "rid"
+    assert fields["stream"] is True
+    assert fields["input_ids"] == [1, 2]
+    assert (fields["priority"], fields["routed_dp_rank"], fields["lora_path"]) == (3, 1, "fine")
+    assert (fields["cache_salt"], fields["external_trace_header"]) == ("tenant", {"traceparent": "00-a-b-01"})
+
+
+def test_older_words_are_used_where_a_version_has_them() -> None:
+    old = probe("0.5.21", frozenset({"stream_output"}), frozenset({"data_parallel_rank", "extra_key"}))
+    assert old.stream_flag == "--stream-output"
+    fields = request_fields(make_work(dp_rank=1, cache_salt="t"), "rid", 0, Setting(dialect=old, part="whole"))
+    assert (fields["data_parallel_rank"], fields["extra_key"]) == (1, "t")
+    new = probe(SUPPORTED[-1], frozenset({"incremental_streaming_output"}), frozenset({"routed_dp_rank", "cache_salt"}))
+    assert new == Dialect(version=SUPPORTED[-1])
+
+
+@pytest.mark.parametrize(
+    ("part", "handoff"),
+    [
+        ("prefill", Produce(bootstrap=PLACE)),
+        ("decode", Consume(source=PLACE)),
+        (
+            "decode",
+            Consume(
+                source=PrefillResult(
+                    disaggregated_params={"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 77}
+                )
+            ),
+        ),
+    ],
+)
+def test_both_sides_meet_at_the_same_place(part: str, handoff: Handoff) -> None:
+    fields = request_fields(make_work(handoff=handoff), "rid", 0, Setting(dialect=WHOLE.dialect, part=part))
+    assert (fields["bootstrap_host"], fields["bootstrap_port"], fields["bootstrap_room"]) == ("10.0.0.1", 8998, 77)
+
+
+def test_room_zero_is_another_room_of_the_same_rank() -> None:
+    zero = Bootstrap(host="h", port=1, room=0)
+    rooms = {
+        request_fields(make_work(handoff=handoff), "rid", 0, Setting(dialect=WHOLE.dialect, part=part))[
+            "bootstrap_room"
+        ]
+        for part, handoff in (("prefill", Produce(bootstrap=zero)), ("decode", Consume(source=zero)))
+    }
+    assert rooms == {ROOM_ZERO}
+    assert 0 < ROOM_ZERO < 2**63
+    assert all(ROOM_ZERO % size == 0 for size in range(1, 37))
+
+
+def test_d17_a_trial_meets_nobody_and_every_trial_has_a_room_of_its_own() -> None:
+    for part in ("prefill", "decode"):
+        setting = Setting(dialect=WHOLE.dialect, part=part)
+        trials = [request_fields(make_work(handoff=Trial()), "rid", 0, setting) for _ in range(20)]
+        assert {fields["bootstrap_host"] for fields in trials} == {NOBODY}
+        assert len({fields["bootstrap_room"] for fields in trials}) == 20
+    assert "bootstrap_host" not in request_fields(make_work(handoff=Trial()), "rid", 0, WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("part", "handoff", "problem"),
+    [
+        ("whole", Produce(bootstrap=PLACE), Unsupported),
+        ("whole", Consume(source=PLACE), Unsupported),
+        ("prefill", None, InvalidRequest),
+        ("prefill", Produce(), InvalidRequest),
+        ("decode", None, Unsupported),
+        ("decode", Consume(source=PrefillResult(disaggregated_params={})), InvalidRequest),
+    ],
+)
+def test_work_of_another_part_is_refused(part: str, handoff: Handoff | None, problem: type[Exception]) -> None:
+    with pytest.raises(problem):
+        request_fields(make_work(handoff=handoff), "rid", 0, Setting(dialect=WHOLE.dialect, part=part))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=0.5), Sampling(top_p=0.9), Sampling(top_k=3), Sampling(repetition_penalty=1.2)],
+)
+def test_a_diffusion_model_refuses_what_has_no_effect_on_it(sampling: Sampling) -> None:
+    diffusion = Setting(dialect=WHOLE.dialect, part="whole", diffusion=True)
+    with pytest.raises(Unsupported, match="no effect"):
+        params(diffusion, sampling=sampling)
+    assert params(diffusion, sampling=Sampling(temperature=0.0, top_p=1.0, top_k=-1))
