@@ -79,11 +79,13 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     cells: list[Cell]
 
 
-def describe_run(cells: list[Cell], *, peers_catch_up: bool, source_changed: bool) -> Results:
+def describe_run(
+    cells: list[Cell], *, peers_catch_up: bool, source_changed: bool, module: str = "baton.bench.path"
+) -> Results:
     return Results(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=git_commit(),
-        command=shlex.join(["python", "-m", "baton.bench.path", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", module, *sys.argv[1:]]),
         peers_catch_up=peers_catch_up,
         source_changed=source_changed,
         machine=describe_machine(),

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +113,7 @@ FLAT_OUT_ONLY = {"baton-eager"}
 def role_of(argv: Sequence[str]) -> str:
     """Which part of a system a process is, judged by its command line."""
     words = {word.rpartition(".")[2] for word in argv}
-    if words & {"worker", "reference_worker"}:
+    if words & {"worker", "reference_worker", "baton_sglang_worker", "reference_sglang_worker"}:
         return "worker"
     if words & {"frontend", "reference_frontend", "fastapi_server"}:
         return "frontend"
@@ -148,12 +148,14 @@ def family(roots: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 @contextmanager
-def running(name: str, setup: Setup) -> Iterator[RunningSystem]:
+def running(
+    name: str, setup: Setup, systems: Mapping[str, Callable[[Setup, Site], list[Launch]]] = LAUNCHES
+) -> Iterator[RunningSystem]:
     """Start a system on a free port, yield it once it has answered one request right, and stop it."""
     site = Site(free_port(), Path(tempfile.mkdtemp(prefix=f"baton-bench-{name}-")))
     roots: list[psutil.Popen] = []
     try:
-        for launch in LAUNCHES[name](setup, site):
+        for launch in systems[name](setup, site):
             roots.append(start(launch, site.work_dir))
         await_answer(name, site, roots)
         yield RunningSystem(name, setup, site.port, roots)
