@@ -19,7 +19,7 @@ test-fast: check
 # Against the real SGLang, on the CPU, in an environment of its own (3 GB).
 test-sglang:
 	PYTHON=$(PYTHON) scripts/sglang_cpu/install.sh .venv-sglang
-	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
+	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-sglang/bin/python -m pytest tests/real_sglang $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests

@@ -36,6 +36,7 @@ class OutputStream:
         "_timer",
         "_tokens",
         "_waiter",
+        "_writers",
     )
 
     def __init__(self, choices: int = 1) -> None:
@@ -50,6 +51,29 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._not_before = 0.0
+        self._writers: list[asyncio.Future[None]] = []
+
+    @property
+    def unread(self) -> bool:
+        """Whether tokens wait for a reader who has fallen behind."""
+        return bool(self._tokens)
+
+    async def caught_up(self, within_s: float) -> None:
+        """Wait until the reader has taken what there is, the stream has ended, or `within_s` have passed.
+
+        For a writer whose own source merges what is not fetched: then nobody is woken for what nobody reads yet.
+        """
+        if not self._tokens or self.ended:
+            return
+        taken = self._loop.create_future()
+        self._writers.append(taken)
+        timer = self._loop.call_later(within_s, _resolve, taken)
+        try:
+            await taken
+        finally:
+            timer.cancel()
+            if taken in self._writers:
+                self._writers.remove(taken)
 
     @property
     def ended(self) -> bool:
@@ -110,6 +134,7 @@ class OutputStream:
         if not self.ended:
             self._error = error
             self._wake()
+            self._wake_writers()
 
     async def read(self, not_before: float = 0.0) -> list[Output]:
         """See `Stream.read`."""
@@ -146,8 +171,12 @@ class OutputStream:
             self._timer = self._loop.call_at(self._not_before, self._wake)
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            _resolve(self._waiter)
+
+    def _wake_writers(self) -> None:
+        for writer in self._writers:
+            _resolve(writer)
 
     def _take(self) -> list[Output]:
         outputs: list[Output] = []
@@ -159,6 +188,8 @@ class OutputStream:
             self._kv = None
         if self._tokens:
             tokens, self._tokens = self._tokens, {}
+            if self._writers:
+                self._wake_writers()
             outputs += [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
         if self._finished:
             outputs += self._finished
@@ -171,3 +202,8 @@ class OutputStream:
             return None
         chosen = tuple(value for part in parts for value in part.chosen)
         return Logprobs(chosen, tuple(position for part in parts for position in part.top))
+
+
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

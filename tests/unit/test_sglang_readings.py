@@ -80,6 +80,14 @@ def test_a_publisher_that_begins_again_is_a_gap() -> None:
     assert rank.read(0, batch()) == [KvCleared(0)]
 
 
+@pytest.mark.parametrize("rubbish", [b"", b"\xc1", msgspec.msgpack.encode(7), batch({"type": "BlockStored"})])
+def test_a_message_that_cannot_be_read_is_a_gap(rubbish: bytes) -> None:
+    rank = RankEvents(0, PAGE)
+    rank.read(0, batch(stored([10])))
+    assert rank.read(1, rubbish) == [KvCleared(0)]
+    assert rank.read(2, batch(stored([20], 10))) == [], "its parent is not known any more"
+
+
 def test_slower_memory_does_not_count() -> None:
     rank = RankEvents(0, PAGE)
     rank.read(0, batch(stored([10])))

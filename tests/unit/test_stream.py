@@ -215,3 +215,33 @@ def test_what_is_read_is_what_was_written_whenever_it_is_read(writes: list[objec
         deltas = [output for output in outputs if isinstance(output, TokenDelta) and output.index == index]
         assert [token for delta in deltas for token in delta.token_ids] == written
         assert sum(isinstance(output, Finished) and output.index == index for output in outputs) == 1
+
+
+def test_a_writer_can_wait_for_a_reader_who_has_fallen_behind() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        await stream.caught_up(60)
+        stream.push([1])
+        assert stream.unread
+        waiting = asyncio.create_task(stream.caught_up(60))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await stream.read()
+        await waiting
+        assert not stream.unread
+
+    run_bounded(body())
+
+
+def test_a_writer_does_not_wait_for_ever() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        stream.push([1])
+        await stream.caught_up(0.01)
+        ended = asyncio.create_task(stream.caught_up(60))
+        await asyncio.sleep(0)
+        stream.fail(Cancelled("aborted"))
+        await ended
+        await stream.caught_up(60)
+
+    run_bounded(body())

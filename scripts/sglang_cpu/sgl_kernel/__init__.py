@@ -8,6 +8,17 @@ import torch
 
 __version__ = "0.0.0+baton.cpu"
 
+# Operators that models look up while they are imported. None is called where there is no AMX.
+_operators = torch.library.Library("sgl_kernel", "FRAGMENT")
+for _name in (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_qkvzba_split_reshape_cat_cpu",
+    "fused_sigmoid_mul_cpu",
+):
+    _operators.define(f"{_name}(Tensor x) -> Tensor")
+
 
 def assign_req_to_token_pool_cpu(
     req_pool_indices: torch.Tensor,

@@ -249,6 +249,8 @@ class SglangEngine:
             self._receiving = asyncio.create_task(manager.handle_loop(), name="sglang-receiving")
             self._receiving.add_done_callback(self._on_receiving_done)
         snapshots = await first_loads(reader)
+        if self._dead is not None:
+            raise self._dead
         facts = self._facts = facts_of(engine, snapshots)
         info = engine_info(facts, self._part, self._options, self._arguments, self._model_dir, self._name)
         if manager is not None:

@@ -5,6 +5,7 @@ names on every worker. Its messages are numbered; when one is missing, everythin
 what can be connected to what was told since is told again.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from baton.protocol.events import KvCleared, KvEvent, KvRemoved, KvStored
 
 STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 DEVICE = (None, "GPU")
+
+log = logging.getLogger(__name__)
 
 
 class RankEvents:
@@ -26,15 +29,23 @@ class RankEvents:
         self._told: set[int] = set()
 
     def read(self, number: int, payload: bytes) -> list[KvEvent]:
-        """Return what message `number` tells; with a gap before it, first that nothing is known any more."""
-        events: list[KvEvent] = []
-        if number != self._next:
-            self._told.clear()
-            events.append(KvCleared(self._rank))
+        """Return what message `number` tells; with a gap before it, first that nothing is known any more.
+
+        A message that cannot be read is a gap of its own.
+        """
+        events = [] if number == self._next else self._lost()
         self._next = number + 1
-        for event in _events_in(payload):
-            events += self._translated(event)
+        try:
+            for event in _events_in(payload):
+                events += self._translated(event)
+        except (msgspec.MsgspecError, ValueError, TypeError, KeyError):
+            log.warning("rank %d: a message about KV blocks cannot be read", self._rank, exc_info=True)
+            events += self._lost()
         return events
+
+    def _lost(self) -> list[KvEvent]:
+        self._told.clear()
+        return [KvCleared(self._rank)]
 
     def _translated(self, event: Mapping[str, Any]) -> Iterator[KvEvent]:
         kind = event.get("type")

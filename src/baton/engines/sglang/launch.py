@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import psutil
 
 KILL_S = 20.0
+KILL_EVERY_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +56,12 @@ class Launch:
     async def stop(self) -> None:
         """Return when no process, thread or file of the engine is left. Idempotent."""
         self._stop.set()
-        if self._thread.ident is not None:
+        while self._thread.ident is not None and not self._over.is_set():
             if not self._ready.done():
-                self._kill()
-            await self._over.wait()
+                # A start cannot be interrupted, but it fails when its processes do, each time that it makes some.
+                await asyncio.to_thread(self._kill)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), KILL_EVERY_S)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _main(self) -> None:

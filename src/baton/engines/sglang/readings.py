@@ -213,8 +213,9 @@ class Watch:
         events: list[KvEvent] = []
         with suppress(zmq.Again):
             while True:
-                _, number, payload = socket.recv_multipart(zmq.NOBLOCK)
-                events += self._ranks[rank].read(int.from_bytes(number, "big"), payload)
+                match socket.recv_multipart(zmq.NOBLOCK):
+                    case [_, number, payload]:
+                        events += self._ranks[rank].read(int.from_bytes(number, "big"), payload)
         return events
 
     def _loads(self) -> tuple[list[LoadSnapshot], int]:

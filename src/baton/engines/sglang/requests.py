@@ -23,6 +23,7 @@ from baton.protocol.outputs import Finished
 from baton.stream import OutputStream
 
 HELD_ABORT_S = 1.0
+CATCH_UP_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,10 @@ class Requests:
             async with aclosing(self._manager.generate_request(self._make(**fields), None)) as chunks:
                 async for chunk in chunks:
                     self.steps += 1
+                    behind = request.stream.unread
                     self._deliver(request, fields["rid"], index, choice.read(chunk))
+                    if behind:  # SGLang joins what is not fetched, for less than a wake-up each
+                        await request.stream.caught_up(CATCH_UP_S)
         except BatonError as error:
             self._fail(request, error)
         except ValueError as error:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,12 +31,15 @@ def children() -> set[int]:
     return {child.pid for child in found if "resource_tracker" not in " ".join(child.cmdline())}
 
 
-def files() -> set[str]:
-    return {str(path) for place in ("/tmp", "/dev/shm") for path in Path(place).iterdir()}
+def shared_memory() -> set[str]:
+    return {str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith("sglang")}
 
 
-def test_nothing_is_left_after_a_stop(bench: Bench, tiny: Path) -> None:
-    before, known = children(), files()
+def test_nothing_is_left_after_a_stop(
+    bench: Bench, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before, known = children(), shared_memory()
 
     async def body() -> None:
         engine = TestedEngine(tiny, metrics=True)
@@ -44,10 +48,10 @@ def test_nothing_is_left_after_a_stop(bench: Bench, tiny: Path) -> None:
         assert "sglang:" in engine.metrics()
         await engine.stop()
         assert children() == before
-        left = {path for path in files() - known if "pymp" not in path and "sem.mp" not in path}
-        assert left == set()
+        assert shared_memory() == known
 
     bench.run(body(), 120)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_left_of_a_killed_worker(bench: Bench, tiny: Path) -> None:
@@ -115,13 +119,16 @@ def test_an_engine_that_cannot_load_fails_to_start_and_leaves_nothing(bench: Ben
     bench.run(body(), 200)
 
 
-def test_a_start_that_is_stopped_ends_soon(bench: Bench, tiny: Path) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_start_that_is_stopped_ends_soon(bench: Bench, tiny: Path, begun: bool) -> None:
     async def body() -> None:
         engine = TestedEngine(tiny)
         starting = asyncio.create_task(engine.start())
-        await eventually(lambda: bool(children()), 30)
+        await asyncio.sleep(0)
+        if begun:
+            await eventually(lambda: bool(children()), 30)
         starting.cancel()
-        await asyncio.wait_for(engine.stop(), 15)
+        await asyncio.wait_for(engine.stop(), 40)
         assert not children()
 
     bench.run(body(), 120)
