@@ -8,12 +8,13 @@ import pytest
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.core import MAX_FAILED_STEPS, Core
 from baton.engines.torch.options import TorchOptions
-from baton.engines.torch.plan import SamplingDefaults, make_plan
+from baton.engines.torch.plan import make_plan
 from baton.engines.torch.runner import Runner, Sampling
 from baton.engines.torch.sampler import Sampled
 from baton.engines.torch.scheduler import Batch, Scheduler
 from baton.engines.torch.sequence import Sequence
 from baton.errors import BatonError, EngineDead, EngineFailed
+from baton.models.defaults import SamplingDefaults
 from baton.ports.engine import Work
 from baton.protocol.handoff import Bootstrap, Consume, Handoff, Produce
 from baton.protocol.ids import RequestId

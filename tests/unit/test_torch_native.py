@@ -21,9 +21,10 @@ from baton.engines.torch.models.llama import Layer, LlamaModel, Span, Step, Weig
 from baton.engines.torch.native.build import load_decoder_library  # noqa: E402
 from baton.engines.torch.native.decoder import NativeDecoder, Rows  # noqa: E402
 from baton.engines.torch.options import TorchOptions  # noqa: E402
-from baton.engines.torch.plan import SamplingDefaults, make_plan  # noqa: E402
+from baton.engines.torch.plan import make_plan  # noqa: E402
 from baton.engines.torch.runner import Runner  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
+from baton.models.defaults import SamplingDefaults  # noqa: E402
 from baton.ports.engine import Work  # noqa: E402
 from baton.protocol.ids import RequestId  # noqa: E402
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions  # noqa: E402

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engines.torch.plan import SamplingDefaults, SamplingPlan, finish_of, make_plan, read_defaults
+from baton.engines.torch.plan import SamplingPlan, finish_of, make_plan
 from baton.errors import ConfigError, InvalidRequest, Unsupported
+from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.ports.engine import Work
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import FinishReason

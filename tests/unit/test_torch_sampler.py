@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from baton.engines.torch.plan import SamplingDefaults, make_plan  # noqa: E402
+from baton.engines.torch.plan import make_plan  # noqa: E402
 from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample, uniform  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.errors import BatonError, EngineFailed, InvalidRequest  # noqa: E402
+from baton.models.defaults import SamplingDefaults  # noqa: E402
 from baton.ports.engine import Work  # noqa: E402
 from baton.protocol.ids import RequestId  # noqa: E402
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions  # noqa: E402

@@ -7,9 +7,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.block_hash import block_hashes
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.handover import newly_final, to_be_filled
-from baton.engines.torch.plan import SamplingDefaults, make_plan
+from baton.engines.torch.plan import make_plan
 from baton.engines.torch.scheduler import PROMPTS_AT_ONCE, Batch, Chunk, Scheduler
 from baton.engines.torch.sequence import Phase, Sequence
+from baton.models.defaults import SamplingDefaults
 from baton.ports.engine import Work
 from baton.protocol.events import KvCleared, KvRemoved, KvStored
 from baton.protocol.handoff import Bootstrap, Consume, Handoff, Produce

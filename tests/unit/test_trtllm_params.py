@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from baton.engines.torch.plan import SamplingDefaults
 from baton.engines.trtllm.calls import Calls
 from baton.engines.trtllm.loras import Loras
 from baton.engines.trtllm.params import Model, engine_priority, sampling_params
 from baton.errors import InvalidRequest, Unsupported
+from baton.models.defaults import SamplingDefaults
 from baton.ports.engine import Work
 from baton.protocol.ids import new_request_id
 from baton.protocol.media import MediaUrl

@@ -22,6 +22,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.aside import fail, post, resolve
 from baton.engines.sglang.foreign import Engine, Manager, ServerArgs
 from baton.errors import BatonError, ConfigError, EngineDead
 
@@ -71,15 +72,15 @@ class Launch:
             log.debug("SGLang did not start", exc_info=True)
             problem = self._problem(error)
             self._kill()
-            self._post(_fail, self._ready, problem)
+            post(self._loop, fail, self._ready, problem)
         else:
-            self._post(_resolve, self._ready, engine)
+            post(self._loop, resolve, self._ready, engine)
             self._stop.wait()
             with suppress(Exception):
                 _close(engine)
             self._kill()
             _remove_files(engine.port_args)
-        self._post(self._over.set)
+        post(self._loop, self._over.set)
 
     def _launch(self) -> Engine:
         """Start SGLang and leave as little behind in this process as can be. Blocks until the model is loaded."""
@@ -140,10 +141,6 @@ class Launch:
         if left := psutil.wait_procs(mine, timeout=KILL_S)[1]:
             log.error("processes %s of SGLang cannot be ended", [child.pid for child in left])
 
-    def _post(self, callback: Callable[..., None], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended: nobody waits
-            self._loop.call_soon_threadsafe(callback, *args)
-
 
 def close_sockets(manager: Manager) -> None:
     """Give up the sockets of SGLang's front half; on the event loop's thread, if it was there."""
@@ -202,14 +199,3 @@ def _children() -> frozenset[int]:
     import psutil
 
     return frozenset(child.pid for child in psutil.Process().children(recursive=True))
-
-
-def _resolve(future: "asyncio.Future[Engine]", engine: Engine) -> None:
-    if not future.done():
-        future.set_result(engine)
-
-
-def _fail(future: "asyncio.Future[Engine]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # marked as read: who started may have left

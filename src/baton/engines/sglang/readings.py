@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from baton.aside import post
 from baton.engines.sglang.foreign import Snapshot, SnapshotReader
 from baton.engines.sglang.kv_events import RankEvents
 from baton.engines.sglang.ports import free_port
@@ -174,10 +175,10 @@ class Watch:
         try:
             self._look_until_stopped()
         except Exception as error:  # noqa: BLE001 - the engine without its watch is as good as dead
-            self._post(self._on_death, f"SGLang cannot be watched: {error!r}")
+            post(self._loop, self._on_death, f"SGLang cannot be watched: {error!r}")
         finally:
             self._sockets.close()
-            self._post(self._ended.set)
+            post(self._loop, self._ended.set)
 
     def _look_until_stopped(self) -> None:
         import zmq
@@ -205,7 +206,7 @@ class Watch:
                 loads, steps = self._loads()
                 self._look_for_the_dead()
             if events or steps:
-                self._post(self._on_news, News(events, loads, steps))
+                post(self._loop, self._on_news, News(events, loads, steps))
 
     def _heard(self, rank: int, socket: "zmq.Socket[bytes]") -> list[KvEvent]:
         import zmq
@@ -227,12 +228,8 @@ class Watch:
     def _look_for_the_dead(self) -> None:
         for pid in self._pids:
             if not _lives(pid):
-                self._post(self._on_death, f"SGLang's process {pid} has died")
+                post(self._loop, self._on_death, f"SGLang's process {pid} has died")
                 self._stop.set()
-
-    def _post(self, callback: Callable[..., None], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended: nobody listens
-            self._loop.call_soon_threadsafe(callback, *args)
 
 
 def _lives(pid: int) -> bool:

@@ -6,20 +6,18 @@ Its own way back reads the new files again, fails the same way, and takes the sc
 import json
 import math
 import mmap
-import os
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.protocol.control import FromSharedMemory, FromTensors, TensorSpec
+from baton.segments import map_segment
 
 if TYPE_CHECKING:
     import torch
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SHARED_MEMORY = Path("/dev/shm")
 MOST_HEADER = 100 * 2**20
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -64,7 +62,7 @@ def tensors_of(source: FromTensors | FromSharedMemory) -> "list[tuple[str, torch
     """Return the tensors themselves. Raises InvalidRequest for bytes that do not fit."""
     if isinstance(source, FromTensors):
         return [(spec.name, _tensor(spec, bytearray(spec.data), 0, exact=True)) for spec in source.tensors]
-    memory = _map_segment(source.segment)
+    memory = map_segment(source.segment)
     return [(spec.name, _tensor(spec, memory, spec.offset).clone()) for spec in source.tensors]
 
 
@@ -102,17 +100,3 @@ def _tensor(spec: TensorSpec, memory: "bytearray | mmap.mmap", offset: int, exac
     if nbytes == 0:
         return torch.empty(spec.shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(spec.shape), offset=offset).view(spec.shape)
-
-
-def _map_segment(name: str) -> mmap.mmap:
-    """Return the segment for reading. Its owner keeps it, and removes it."""
-    try:
-        descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise InvalidRequest(f"segment: {name} is not a segment of shared memory")
-            return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"segment: {name} cannot be opened: {error}") from None

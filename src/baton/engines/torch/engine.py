@@ -9,12 +9,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.aside import aside
 from baton.engines.torch.guided import GuideCompiler
 from baton.engines.torch.options import TorchOptions
-from baton.engines.torch.plan import Guide, SamplingDefaults, make_plan, read_defaults
+from baton.engines.torch.plan import Guide, make_plan
 from baton.engines.torch.sequence import Sequence
-from baton.engines.torch.thread import EngineThread, aside
+from baton.engines.torch.thread import EngineThread
 from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
+from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import read_config
 from baton.models.terminal import ProgressLine
 from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, HandoffStyle, Progress, Work

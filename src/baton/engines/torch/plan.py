@@ -2,43 +2,21 @@
 
 import math
 import secrets
-from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
-from msgspec import Meta
 
-from baton.errors import ConfigError, InvalidRequest, Unsupported
-from baton.models.directory import one_or_more
+from baton.errors import InvalidRequest, Unsupported
+from baton.models.defaults import SamplingDefaults
 from baton.ports.engine import Work
 from baton.protocol.outputs import FinishReason
-from baton.protocol.requests import Sampling, Share, Temperature, TokenId
+from baton.protocol.requests import Sampling
 
 T = TypeVar("T", int, float)
 
 # Below this a softmax is an argmax in all but name, and dividing by it loses digits.
 COLDEST = 1e-5
 MAX_BIAS = 100.0
-
-
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model's generation_config.json says; what it does not say is OpenAI's default.
-
-    `do_sample` is not read: with it absent or false the file still means its numbers for whoever samples, and a client
-    that says nothing expects temperature 1.
-    """
-
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
-    eos_token_id: TokenId | list[TokenId] | None = None
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
-        return one_or_more(self.eos_token_id)
 
 
 class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,17 +78,6 @@ class Guide(Protocol):
 
     def accept(self, token: int) -> None:
         """Go on with `token`, which the mask allows. Raises InvalidRequest as `mask` does."""
-
-
-def read_defaults(directory: Path) -> SamplingDefaults:
-    """Return what generation_config.json in `directory` says; a missing file says nothing. Raises ConfigError."""
-    path = directory / "generation_config.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)
-    except FileNotFoundError:
-        return SamplingDefaults()
-    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def make_plan(work: Work, index: int, defaults: SamplingDefaults, vocab: int) -> SamplingPlan:

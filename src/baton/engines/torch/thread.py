@@ -11,9 +11,9 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
+from baton.aside import fail, post, resolve
 from baton.errors import EngineDead
 
 IDLE_TICK_S = 1.0
@@ -79,9 +79,9 @@ class EngineThread(Generic[S, N]):
             try:
                 result = question(stepper)
             except Exception as error:  # noqa: BLE001 - it goes to who asked
-                self.post(_fail, answer, error)
+                self.post(fail, answer, error)
             else:
-                self.post(_resolve, answer, result)
+                self.post(resolve, answer, result)
 
         if self._thread is None or self._ended.is_set():
             raise EngineDead("the engine is not running")
@@ -103,9 +103,9 @@ class EngineThread(Generic[S, N]):
         try:
             stepper = make()
         except BaseException as error:  # noqa: BLE001 - it goes to who started the thread
-            self.post(_fail, ready, error)
+            self.post(fail, ready, error)
         else:
-            self.post(_resolve, ready, stepper)
+            self.post(resolve, ready, stepper)
             try:
                 self._work(stepper)
             except BaseException as error:  # noqa: BLE001 - it goes to who owns the thread
@@ -144,44 +144,10 @@ class EngineThread(Generic[S, N]):
     def _finish(self, problem: BaseException | None) -> None:
         self._ended.set()
         for answer in self._answers:
-            _fail(answer, EngineDead("the engine has stopped"))
+            fail(answer, EngineDead("the engine has stopped"))
         self._on_end(problem)
 
     def post(self, callback: Callable[..., None], *args: object) -> None:
         """Have the event loop call `callback`, from any thread; a loop that has ended calls nothing."""
         if self._loop is not None:
-            _post(self._loop, callback, *args)
-
-
-async def aside(name: str, work: Callable[[], T]) -> T:
-    """Run `work` on a thread of its own and return its result; nobody waits for it when the process ends."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - it goes to who asked
-            _post(loop, _fail, answer, error)
-        else:
-            _post(loop, _resolve, answer, result)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await answer
-
-
-def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> None:
-    if not loop.is_closed():
-        with suppress(RuntimeError):  # it has ended just now
-            loop.call_soon_threadsafe(callback, *args)
-
-
-def _resolve(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[T], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # marked as read: who asked may have left
+            post(self._loop, callback, *args)

@@ -2,8 +2,6 @@
 
 import math
 import mmap
-import os
-import stat
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -30,9 +28,9 @@ from baton.protocol.control import (
     TensorSpec,
     WeightSource,
 )
+from baton.segments import map_segment
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SHARED_MEMORY = Path("/dev/shm")
 
 Parts = Mapping[str, Tensor]
 Put = Callable[[], int]
@@ -115,7 +113,7 @@ def gather(source: WeightSource, parts: Parts, config: LlamaConfig, group: Weigh
         case FromTensors():
             tensors = {spec.name: _inline(spec) for spec in source.tensors}
         case FromSharedMemory():
-            memory = _map_segment(source.segment)
+            memory = map_segment(source.segment)
             tensors = {spec.name: _shared(spec, memory) for spec in source.tensors}
         case FromGroup():
             if group is None or group.name != source.group:
@@ -177,21 +175,6 @@ def _inline(spec: InlineTensor) -> Tensor:
     if len(spec.data) != _nbytes(spec):
         raise InvalidRequest(f"tensors: {spec.name} has {len(spec.data)} bytes of data, not {_nbytes(spec)}")
     return torch.frombuffer(bytearray(spec.data), dtype=_DTYPES[spec.dtype]).view(spec.shape)
-
-
-def _map_segment(name: str) -> mmap.mmap:
-    """Return the segment for reading; it goes when the last tensor in it does. Its owner keeps it, and removes it."""
-    try:
-        # Not `SharedMemory`, which would have the segment removed when this process ends.
-        descriptor = os.open(_SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise InvalidRequest(f"segment: {name} is not a segment of shared memory")
-            return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"segment: {name} cannot be opened: {error}") from None
 
 
 def _shared(spec: SharedTensor, memory: mmap.mmap) -> Tensor:

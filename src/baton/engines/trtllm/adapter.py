@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import cast
 
-from baton.engines.torch.plan import read_defaults
-from baton.engines.torch.thread import aside
+from baton.aside import aside
 from baton.engines.trtllm.args import Tree, find, read_arguments
 from baton.engines.trtllm.arguments import DEFAULT_BATCH, KV_TAKEN_MS, dp_size, number, plan_arguments
 from baton.engines.trtllm.calls import Calls
@@ -25,6 +24,7 @@ from baton.engines.trtllm.polls import Item, Poll
 from baton.engines.trtllm.readings import Readings
 from baton.engines.trtllm.request import RunningRequest
 from baton.errors import BatonError, Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
+from baton.models.defaults import read_defaults
 from baton.models.directory import ModelConfig, read_config
 from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, HandoffStyle, Progress, Work
 from baton.protocol.control import ListLoras, LoadLora, Outcome, UnloadLora, Verb
