@@ -20,6 +20,7 @@ from baton.handlers._gate import Gate, GateState
 from baton.health.canary import Canary, Probe, try_probe
 from baton.health.watchdog import watch
 from baton.kv_peers import kv_path, kv_service, refuse_unlike_peers
+from baton.nodes import Listener, Voice, node_path
 from baton.notify import beat, notify
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Endpoint, Runtime
@@ -119,6 +120,7 @@ class Worker:
         self._duty: Duty | None = None
         self._info: EngineInfo | None = None
         self._open: _Open | None = None
+        self._voice = Voice()
         self._sources = [
             Patience("the engine", lambda: asyncio.to_thread(engine.metrics), METRICS_S),
             Patience("the runtime", runtime.metrics, METRICS_S),
@@ -195,9 +197,13 @@ class Worker:
         try:
             async with asyncio.timeout(self._settings.start_s):
                 info = await self._engine.start()
-                if info.leader:
+                if info.leader or info.group is not None:
                     await self._runtime.start()
+                if info.leader:
                     self._open = await self._open_to_all(info)
+                elif info.group is not None:
+                    path = node_path(self._settings, self._role, info.group)
+                    await self._runtime.serve(path, self._voice.service)
                 self._info = info
         except TimeoutError:
             raise EngineDead(f"the start took longer than {self._settings.start_s:g} s") from None
@@ -246,7 +252,15 @@ class Worker:
             self._guard("watchdog", watch(self._engine, stall_s, lambda: opened.orders.excused)),
             self._guard("readings", self._read_engine()),
             self._guard("listing", self._watch_listing(opened.endpoint, opened.orders.presence)),
+            *self._listeners(opened.endpoint),
         ]
+
+    def _listeners(self, endpoint: Endpoint) -> list[asyncio.Task[Any]]:
+        """Listen to the other nodes of this engine, if it has any."""
+        if self._info is None or self._info.group is None:
+            return []
+        path = node_path(self._settings, self._role, self._info.group)
+        return [self._guard("nodes", Listener(self._runtime, path, endpoint.tell).run())]
 
     def _canary(self, opened: _Open) -> Canary:
         presence = opened.orders.presence
@@ -320,6 +334,8 @@ class Worker:
                     self.observed.load(reading)
                 if self._open is not None:
                     self._open.endpoint.tell(reading)
+                elif self._info is not None and self._info.group is not None:
+                    self._voice.tell(reading)
 
     def _fail(self, error: BatonError) -> None:
         if not self._fatal.done():

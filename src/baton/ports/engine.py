@@ -61,6 +61,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `handoff_host` and `handoff_port` are where engines that move KV by themselves meet; `kv` is the memory of one that
     does not. An engine that is spread over machines has one leader; the others take no work, and only tell readings.
+    What its nodes have in common, and no other engine has, is its `group`.
     """
 
     model_name: str
@@ -75,6 +76,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     handoff_port: int | None = None
     kv: KvMemory | None = None
     leader: bool = True
+    group: str | None = None
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):

@@ -102,6 +102,7 @@ def engine_info(
         handoff_host=meeting_host(options.host, arguments.values["dist_init_addr"]) if meets else None,
         handoff_port=int(facts.values["disaggregation_bootstrap_port"]) if meets else None,
         leader=arguments.leader,
+        group=arguments.values["dist_init_addr"] if int(arguments.values["nnodes"]) > 1 else None,
     )
 
 

@@ -1,0 +1,97 @@
+"""An engine over two machines: routers hear of both, by the name of the leader."""
+
+import asyncio
+from contextlib import suppress
+
+import msgspec
+
+from baton import nodes
+from baton.config import Settings
+from baton.nodes import Listener, Voice, node_path
+from baton.ports.engine import EngineInfo
+from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot, Reading
+from baton.protocol.outputs import Finished, FinishReason, TokenDelta
+from baton.runtimes.memory import MemoryRuntime
+from baton.testing import Script, ScriptedEngine, eventually, run_bounded
+from baton.testing.fakes import SCRIPTED_INFO
+from baton.worker import Worker
+
+WELL: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
+PATH = node_path(Settings(), "aggregated", "10.0.0.1:5000")
+STORED = KvStored((1, 2), (5,) * 32, 16, dp_rank=1, parent_hash=7, cache_salt="a")
+LOAD = LoadSnapshot(1, 0, 3, 8, dp_rank=1)
+
+
+def info(leader: bool, group: str) -> EngineInfo:
+    changed: EngineInfo = msgspec.structs.replace(SCRIPTED_INFO, leader=leader, group=group)
+    return changed
+
+
+def test_what_a_node_sees_is_told_by_its_leader_and_by_no_other() -> None:
+    async def body() -> None:
+        runtimes = [MemoryRuntime() for _ in range(3)]
+        for runtime in runtimes[1:]:
+            runtime.endpoints = runtimes[0].endpoints  # one cluster
+        stop, ready = asyncio.Event(), [asyncio.Event() for _ in runtimes]
+        engines = [
+            ScriptedEngine(WELL, info=info(leader, group)) for leader, group in ((True, "a"), (False, "a"), (True, "b"))
+        ]
+        engines[1].readings_to_give = [LOAD, STORED, KvRemoved((2,), dp_rank=1)]
+        running = [
+            asyncio.create_task(Worker(Settings(engine="echo"), engine, runtime).run(stop, event.set))
+            for engine, runtime, event in zip(engines, runtimes, ready, strict=True)
+        ]
+        for event in ready:
+            await event.wait()
+        leader, other = runtimes[0].endpoints["baton.worker.generate"]
+        await eventually(lambda: leader.told[-2:] == [STORED, KvRemoved((2,), dp_rank=1)])
+        assert LOAD in leader.told
+        assert other.told == []
+        stop.set()
+        await asyncio.gather(*running)
+
+    run_bounded(body())
+
+
+async def hear(runtime: MemoryRuntime, heard: list[Reading], count: int) -> None:
+    """Listen until so much has been heard, and leave."""
+    listening = asyncio.create_task(Listener(runtime, PATH, heard.append).run())
+    await eventually(lambda: len(heard) >= count)
+    listening.cancel()
+    with suppress(asyncio.CancelledError):
+        await listening
+
+
+def test_a_new_listener_begins_anew() -> None:
+    async def body() -> None:
+        runtime, voice = MemoryRuntime(), Voice()
+        await runtime.start()
+        await runtime.serve(PATH, voice.service)
+        heard: list[Reading] = []
+        voice.tell(STORED)
+        await hear(runtime, heard, 2)
+        assert heard == [KvCleared(1), STORED]
+        again: list[Reading] = []
+        voice.tell(LOAD)
+        await hear(runtime, again, 2)
+        assert again == [KvCleared(1), LOAD]
+        await runtime.shutdown()
+
+    run_bounded(body())
+
+
+def test_what_nobody_hears_is_bounded() -> None:
+    async def body() -> None:
+        voice = Voice()
+        for _ in range(nodes.MOST_UNREAD + 5):
+            voice.tell(STORED)
+        runtime = MemoryRuntime()
+        await runtime.start()
+        await runtime.serve(PATH, voice.service)
+        heard: list[Reading] = []
+        await hear(runtime, heard, 6)
+        assert len(heard) < 10
+        assert heard[0] == KvCleared(1)
+        await runtime.shutdown()
+
+    run_bounded(body())
