@@ -71,3 +71,8 @@ def test_the_command_that_adds_a_worker_has_what_is_not_usual() -> None:
     assert joining(settings) == (
         "baton worker --role decode --model '/models/my model' --namespace mine --runtime-directory /tmp/x"
     )
+
+
+def test_the_command_that_adds_a_worker_says_what_the_engine_was_told() -> None:
+    settings = Settings(engine="sglang", prefill=1, decode=1, engine_args=("--tp-size", "2", "--name", "a b"))
+    assert joining(settings) == "baton worker --role decode --engine sglang -- --tp-size 2 --name 'a b'"

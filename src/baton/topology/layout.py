@@ -48,7 +48,8 @@ def joining(settings: Settings) -> str:
     }
     usual = {option.flag: option.default for option in options()}
     given = [f"{flag} {shlex.quote(value)}" for flag, value in flags.items() if value != usual[flag]]
-    return " ".join(["baton worker", *given])
+    words = ["--", shlex.join(settings.engine_args)] if settings.engine_args else []
+    return " ".join(["baton worker", *given, *words])
 
 
 def _names(settings: Settings) -> list[tuple[str, int]]:
