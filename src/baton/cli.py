@@ -16,6 +16,7 @@ from baton.logs import start_logging
 from baton.notify import notify
 from baton.runtimes.dynamo.options import environment
 
+TAKE_SETTINGS = ("serve", "worker", "frontend")
 EXIT_CONFIG = 2
 EXIT_FAILED = 1
 
@@ -147,7 +148,7 @@ cli.add_command(ctl)
 def main() -> None:
     """Run the command; what follows `--` is for the engine."""
     words = sys.argv[1:]
-    cut = words.index("--") if "--" in words else len(words)
+    cut = words.index("--") if "--" in words and words[0] in TAKE_SETTINGS else len(words)
     try:
         cli(words[:cut], standalone_mode=False, obj=tuple(words[cut + 1 :]))
     except click.exceptions.NoArgsIsHelpError as error:

@@ -150,6 +150,10 @@ def test_a_wrong_value_is_refused(arguments: tuple[str, ...], word: str) -> None
         (("frontend", "--router", "psychic"), "--router"),
         (("frontend", "--port"), "--port"),
         (("conduct",), "conduct"),
+        (("frontend", "--", "--tp-size"), "nothing can follow --"),
+        (("worker", "--engine", "echo", "--", "--tp-size"), "--tp-size"),
+        (("serve", "--engine", "echo", "--experts-eplb"), "--experts-"),
+        (("ctl", "9090", "status", "--", "x"), "status"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
