@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager, suppress
 import msgspec
 
 from baton.control.presence import Absence, Door, Presence
-from baton.control.support import refuse_unsupported
 from baton.errors import BatonError, Conflict, Draining, EngineDead, EngineFailed, EngineStalled, Unsupported
 from baton.ports.control import Status
 from baton.ports.engine import Engine
@@ -35,6 +34,7 @@ from baton.protocol.control import (
     UpdateWeights,
     Verb,
 )
+from baton.support import refuse_unsupported
 
 log = logging.getLogger(__name__)
 

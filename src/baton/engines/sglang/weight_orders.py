@@ -23,14 +23,6 @@ from baton.protocol.control import (
     WeightSource,
 )
 
-SOURCES: dict[type[WeightSource], str] = {
-    FromDisk: "disk",
-    FromTensors: "tensors",
-    FromSharedMemory: "shared_memory",
-    FromGroup: "group",
-    FromIpc: "ipc",
-}
-
 Answer = tuple[bool, str]
 
 
