@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from baton.config import Settings
+from baton.desk import Desk
 from baton.errors import ConfigError
-from baton.handlers._call import Desk
 from baton.handlers.aggregated import AggregatedHandler
 from baton.handlers.decode import DecodeHandler
 from baton.handlers.embed import EmbedHandler

@@ -14,9 +14,9 @@ from baton.build import build_engine, import_engine
 from baton.config import Settings, control_token
 from baton.control.orders import Orders
 from baton.control.presence import Absence, Presence
+from baton.desk import Desk, Limits
 from baton.errors import BatonError, ConfigError, Draining, EngineDead, Unsupported
-from baton.handlers._call import Desk, Limits
-from baton.handlers._gate import Gate, GateState
+from baton.gate import Gate, GateState
 from baton.health.canary import Canary, Probe, try_probe
 from baton.health.watchdog import watch
 from baton.kv_peers import kv_path, kv_service, refuse_unlike_peers

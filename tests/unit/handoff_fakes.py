@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from baton.desk import Desk, Limits
 from baton.errors import BatonError
-from baton.handlers._call import Desk, Limits
-from baton.handlers._gate import Gate
+from baton.gate import Gate
 from baton.handlers.decode import DecodeHandler
 from baton.handlers.prefill import PrefillHandler
 from baton.handlers.trial import TrialHandler

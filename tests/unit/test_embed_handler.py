@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from embed_fakes import CONTEXT, INFO, CountingEngine, LetterEncoder
 
+from baton.desk import Desk, Limits
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -18,8 +19,7 @@ from baton.errors import (
     EngineFailed,
     InvalidRequest,
 )
-from baton.handlers._call import Desk, Limits
-from baton.handlers._gate import Gate
+from baton.gate import Gate
 from baton.handlers.embed import EmbedHandler
 from baton.protocol.embeddings import Embeddings, EmbedRequest, Texts, TokenLists
 from baton.protocol.lifecycle import State

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, Draining, Overloaded, Paused
-from baton.handlers._gate import Gate, GateState
+from baton.gate import Gate, GateState
 from baton.scope import CancelScope
 from baton.testing import run_bounded
 

@@ -7,6 +7,7 @@ from contextlib import aclosing
 import pytest
 from dynamo import _core
 
+from baton.desk import Desk, Limits
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -17,8 +18,7 @@ from baton.errors import (
     EngineStalled,
     InvalidRequest,
 )
-from baton.handlers._call import Desk, Limits
-from baton.handlers._gate import Gate
+from baton.gate import Gate
 from baton.handlers.aggregated import AggregatedHandler
 from baton.ports.engine import Capabilities, Stream, Work
 from baton.protocol.lifecycle import State

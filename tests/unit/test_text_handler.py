@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.desk import Desk, Limits
 from baton.engines.echo import EchoEngine
 from baton.engines.echo.engine import MODEL_DIR
 from baton.errors import BatonError, Cancelled, InvalidRequest, Unsupported
-from baton.handlers._call import Desk, Limits
-from baton.handlers._gate import Gate
+from baton.gate import Gate
 from baton.handlers.text import TextHandler
 from baton.models.tokenizer import HubTokenizer
 from baton.ports.engine import Capabilities

@@ -6,8 +6,8 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from baton.desk import Call, Limits
 from baton.errors import BatonError, EngineFailed
-from baton.handlers._call import Call, Limits
 from baton.ports.engine import Engine, Work
 from baton.protocol.ids import RequestId
 from baton.protocol.lifecycle import State

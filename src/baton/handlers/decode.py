@@ -5,8 +5,8 @@ from contextlib import aclosing
 
 import msgspec
 
+from baton.desk import Call, Desk
 from baton.errors import Unsupported
-from baton.handlers._call import Call, Desk
 from baton.handlers._stream import relay
 from baton.handlers._tickets import for_engine, ticket_of
 from baton.handlers._work import build_work

@@ -8,8 +8,8 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 
+from baton.desk import Call, Desk
 from baton.errors import ContextTooLong, EngineFailed, InvalidRequest
-from baton.handlers._call import Call, Desk
 from baton.ports.engine import EmbedWork, Engine, EngineInfo
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import TextEncoder

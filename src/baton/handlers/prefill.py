@@ -12,8 +12,8 @@ from contextlib import aclosing
 
 import msgspec
 
+from baton.desk import Call, Desk
 from baton.errors import BatonError, Cancelled, PeerLost
-from baton.handlers._call import Call, Desk
 from baton.handlers._stream import abort, relay
 from baton.handlers._tickets import new_ticket, params_of, ticket_from
 from baton.handlers._work import build_work

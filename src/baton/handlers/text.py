@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
+from baton.desk import Call, Desk
 from baton.errors import InvalidRequest, Unsupported
-from baton.handlers._call import Call, Desk
 from baton.handlers._stops import StopMatcher
 from baton.handlers._stream import relay
 from baton.handlers._work import build_work

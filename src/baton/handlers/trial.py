@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from baton.handlers._call import Desk
+from baton.desk import Desk
 from baton.handlers._stream import relay
 from baton.handlers._work import build_work
 from baton.ports.engine import Engine, EngineInfo

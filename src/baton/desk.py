@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, Overloaded, Paused
-from baton.handlers._gate import Gate
+from baton.gate import Gate
 from baton.ports.observer import Observer, RequestRecord
 from baton.ports.runtime import Context
 from baton.protocol.ids import new_request_id

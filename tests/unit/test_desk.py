@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from baton.desk import Call, Desk, Limits
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -17,8 +18,7 @@ from baton.errors import (
     Paused,
     Unsupported,
 )
-from baton.handlers._call import Call, Desk, Limits
-from baton.handlers._gate import Gate
+from baton.gate import Gate
 from baton.protocol.lifecycle import State
 from baton.runtimes.memory import MemoryContext
 from baton.testing import RecordingObserver, eventually, run_bounded
