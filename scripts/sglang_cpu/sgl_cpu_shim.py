@@ -8,6 +8,7 @@ for the engine makes processes of its own.
 | sglang, mooncake | page indices can be pinned for a copy to the GPU | the plain way is taken |
 | sglang 0.5.21, paged allocator | triton | the same in torch, which later versions have themselves |
 | sglang, LoRA | small tables can be pinned for a copy to the GPU | they are not |
+| sglang, torch attention | who pads batches on a CPU, as attention over ranks does, has AMX | it pads as on a GPU |
 | sglang, expert records | every device has a cache to empty | a CPU has none, and that is no error |
 """
 
@@ -81,6 +82,12 @@ def _before_lora() -> None:
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment, method-assign]
 
 
+def _after_torch_attention(module: Any) -> None:
+    backend = module.TorchNativeAttnBackend
+    if not hasattr(backend, "get_cpu_graph_seq_len_fill_value"):
+        backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
 def _after_expert_records(module: Any) -> None:
     import torch
 
@@ -98,6 +105,7 @@ _after: dict[str, Callable[[Any], None]] = {
     "nixl_cu13._api": _after_nixl,
     "sglang.srt.disaggregation.mooncake.conn": _after_mooncake,
     "sglang.srt.eplb.expert_distribution": _after_expert_records,
+    "sglang.srt.layers.attention.torch_native_backend": _after_torch_attention,
     "sglang.srt.mem_cache.allocator.paged": _after_paged_allocator,
 }
 

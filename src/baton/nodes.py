@@ -68,22 +68,26 @@ class Voice:
 class Listener:
     """The leader's ear. Event-loop thread only."""
 
-    def __init__(self, runtime: Runtime, path: str, tell: Callable[[Reading], None]) -> None:
+    def __init__(self, runtime: Runtime, path: str, tell: Callable[[Reading], None], look_s: float = LOOK_S) -> None:
         self._runtime = runtime
         self._path = path
         self._tell = tell
+        self._look_s = look_s
         self._hearing: dict[int, asyncio.Task[None]] = {}
+        self._unheard: set[int] = set()
 
     async def run(self) -> None:
         """Listen to every node that is there, until cancelled."""
         client = await self._runtime.client(self._path)
         try:
             while True:
-                for instance in client.instances():
+                there = client.instances()
+                self._unheard.intersection_update(there)
+                for instance in there:
                     hearing = self._hearing.get(instance)
                     if hearing is None or hearing.done():
                         self._hearing[instance] = asyncio.create_task(self._hear(client, instance))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(self._look_s)
         finally:
             for hearing in self._hearing.values():
                 hearing.cancel()
@@ -95,5 +99,10 @@ class Listener:
             async with aclosing(client.call({}, instance)) as replies:
                 async for reply in replies:
                     self._tell(msgspec.convert(reply, LoadSnapshot | KvStored | KvRemoved | KvCleared))
+                    if instance in self._unheard:
+                        self._unheard.remove(instance)
+                        log.info("node %x of this engine is heard again", instance)
         except (BatonError, msgspec.ValidationError) as error:
-            log.warning("a node of this engine cannot be heard: %s", error)
+            if instance not in self._unheard:  # once: it is tried again with every look
+                self._unheard.add(instance)
+                log.warning("node %x of this engine cannot be heard: %s", instance, error)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.conftest import pytest_runtest_makereport, start_shared  # noqa: F401
+from e2e.conftest import pytest_runtest_makereport, start, start_shared  # noqa: F401
 
 collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["test_*.py"]
 

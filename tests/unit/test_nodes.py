@@ -1,14 +1,19 @@
 """An engine over two machines: routers hear of both, by the name of the leader."""
 
 import asyncio
+import logging
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 import msgspec
+import pytest
 
 from baton import nodes
 from baton.config import Settings
+from baton.errors import EngineFailed
 from baton.nodes import Listener, Voice, node_path
 from baton.ports.engine import EngineInfo
+from baton.ports.runtime import Context, Service
 from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot, Reading
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.runtimes.memory import MemoryRuntime
@@ -95,3 +100,42 @@ def test_what_nobody_hears_is_bounded() -> None:
         await runtime.shutdown()
 
     run_bounded(body())
+
+
+class Mumbler:
+    """A node that can be heard only now and then."""
+
+    def __init__(self) -> None:
+        self.clear = False
+        self.calls = 0
+
+    async def say(self, _: None, context: Context) -> AsyncGenerator[Reading, None]:
+        self.calls += 1
+        if not self.clear:
+            raise EngineFailed("mumble")
+        yield LOAD
+        await eventually(lambda: not self.clear)
+        raise EngineFailed("mumble")
+
+
+def test_a_node_that_cannot_be_heard_is_complained_of_once_until_it_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        runtime, mumbler, heard = MemoryRuntime(), Mumbler(), list[Reading]()
+        await runtime.start()
+        await runtime.serve(PATH, Service(mumbler.say, lambda _: None, msgspec.to_builtins))
+        listening = asyncio.create_task(Listener(runtime, PATH, heard.append, look_s=0.005).run())
+        for turn in (1, 2):
+            calls = mumbler.calls
+            await eventually(lambda before=calls: mumbler.calls >= before + 3)
+            mumbler.clear = True
+            await eventually(lambda count=turn: len(heard) == count)
+            mumbler.clear = False
+        await eventually(lambda: len(caplog.messages) == 5)
+        listening.cancel()
+        with suppress(asyncio.CancelledError):
+            await listening
+        await runtime.shutdown()
+
+    with caplog.at_level(logging.INFO, "baton.nodes"):
+        run_bounded(body())
+    assert ["again" in message for message in caplog.messages] == [False, True, False, True, False]

@@ -13,7 +13,8 @@ import pytest
 from baton.desk import Desk, Limits
 from baton.engines.echo import EchoEngine
 from baton.engines.echo.engine import MODEL_DIR
-from baton.errors import BatonError, Cancelled, InvalidRequest, Unsupported
+from baton.engines.echo.options import EchoOptions
+from baton.errors import BatonError, Cancelled, ContextTooLong, InvalidRequest, Unsupported
 from baton.gate import Gate
 from baton.handlers.text import TextHandler
 from baton.models.tokenizer import HubTokenizer
@@ -25,6 +26,7 @@ from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.protocol.text import decode_text, encode_text
 from baton.runtimes.memory import MemoryContext
 from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded, running
+from baton.testing.bounded import measure_lag
 from baton.testing.fakes import SCRIPTED_INFO, Step
 
 INFO = msgspec.structs.replace(SCRIPTED_INFO, context_length=4096)
@@ -266,6 +268,21 @@ def test_the_bundled_tokenizer_brings_any_text_back_whole(text: str) -> None:
             assert "\ufffd" not in "".join(json.dumps(chunk, ensure_ascii=False) for chunk in chunks)
 
     run_bounded(body())
+
+
+def test_the_event_loop_turns_while_a_long_text_becomes_tokens() -> None:
+    async def body() -> None:
+        engine, clock = EchoEngine(EchoOptions(context=1000)), asyncio.get_running_loop().time
+        async with running(engine) as info:
+            desktop = Desktop(engine, info, HubTokenizer(MODEL_DIR))
+            measuring, begun = asyncio.create_task(measure_lag()), clock()
+            with pytest.raises(ContextTooLong):
+                await desktop.chunks(model="echo", prompt="as long as a book " * 200_000)
+            took = clock() - begun
+            measuring.cancel()
+            assert await measuring < took / 2
+
+    run_bounded(body(), 60)
 
 
 @pytest.mark.parametrize(

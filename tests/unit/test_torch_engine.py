@@ -204,6 +204,24 @@ def test_a_request_that_waits_for_its_guide_can_be_aborted(directory: Path) -> N
     run(body)
 
 
+def test_an_abort_that_nobody_waits_for_any_more_still_ends_its_request(directory: Path) -> None:
+    async def body() -> None:
+        async with started(directory) as engine:
+            asked = work(500, PROMPT * 60)
+            stream = engine.submit(asked)
+            aborting = asyncio.create_task(engine.abort(asked.request_id))
+            await asyncio.sleep(0)
+            aborting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await aborting
+            with pytest.raises(Cancelled):
+                await read_to_the_end(stream)
+            assert len(await say(engine, work())) == 12
+            assert engine.progress().waiting == engine.progress().running == 0
+
+    run(body)
+
+
 # Bad input
 
 
@@ -212,6 +230,7 @@ def test_a_request_that_waits_for_its_guide_can_be_aborted(directory: Path) -> N
     [
         ({"token_ids": ()}, "empty"),
         ({"token_ids": (1, 300)}, "300 is not a token"),
+        ({"token_ids": (1, -2)}, "-2 is not a token"),
         ({"token_ids": (1,) * 5000}, "context"),
         ({"max_tokens": 5000}, "context"),
         ({"sampling": Sampling(logit_bias={"900": 1.0})}, "logit_bias"),

@@ -153,6 +153,34 @@ def test_a_prompt_that_must_be_scored_is_computed_whole() -> None:
         scheduler.end(sequence)
 
 
+def test_choices_after_the_first_share_a_prompt_that_was_scored() -> None:
+    scheduler = make_scheduler()
+    first = make_sequence(tuple(range(9)), score_prompt=True)
+    second = Sequence(first.work, 1, first.plan, 0)
+    scheduler.add(first)
+    run(scheduler, scheduler.schedule())
+    scheduler.add(second)
+    assert scheduler.schedule().prefills == []
+    assert (second.computed, second.blocks[:2]) == (8, first.blocks[:2])
+
+
+def test_what_a_displaced_prompt_has_computed_itself_does_not_count_as_cached() -> None:
+    scheduler = make_scheduler(max_running=1)
+    earlier = make_sequence((*range(4), 50), 0)
+    scheduler.add(earlier)
+    run(scheduler, scheduler.schedule())
+    scheduler.end(earlier)
+    low, high = make_sequence(tuple(range(24)), 1), make_sequence((60,), 2, priority=5)
+    scheduler.add(low)
+    run(scheduler, scheduler.schedule())
+    scheduler.add(high)
+    run(scheduler, scheduler.schedule())
+    assert low.phase is Phase.WAITING
+    scheduler.end(high)
+    scheduler.schedule()
+    assert (low.computed, low.cached_tokens) == (20, 4)
+
+
 def test_without_reuse_nothing_is_found_and_nothing_is_told() -> None:
     scheduler = make_scheduler(reuse=False)
     for arrival in range(2):

@@ -26,7 +26,13 @@ class HubTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Unlike `encode`, this lets other threads go on, the event loop's among them.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a whole prompt, with its special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def decoder(self) -> "HubDecoder":
         """See `Tokenizer.decoder`."""

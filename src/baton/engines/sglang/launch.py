@@ -46,6 +46,7 @@ class Launch:
         self._over = asyncio.Event()
         self._stop = threading.Event()
         self._others = _children()
+        self._ports: object = None  # what its processes talk through, once it makes some
         # A daemon: an engine that cannot be taken down must not keep the process from ending.
         self._thread = threading.Thread(target=self._main, name="sglang-launch", daemon=True)
 
@@ -72,6 +73,8 @@ class Launch:
             log.debug("SGLang did not start", exc_info=True)
             problem = self._problem(error)
             self._kill()
+            if self._ports is not None:
+                _remove_files(self._ports)
             post(self._loop, fail, self._ready, problem)
         else:
             post(self._loop, resolve, self._ready, engine)
@@ -84,8 +87,9 @@ class Launch:
 
     def _launch(self) -> Engine:
         """Start SGLang and leave as little behind in this process as can be. Blocks until the model is loaded."""
-        from sglang.srt.entrypoints.engine import Engine as SglangEngine
+        from sglang.srt.entrypoints.engine import Engine as Foreign
 
+        SglangEngine = self._telling(Foreign)  # noqa: N806 - a class
         server_args = self._make_args()
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.directory)
         os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
@@ -114,11 +118,20 @@ class Launch:
         started: Engine = engine
         return started
 
+    def _telling(self, base: Any) -> Any:
+        """Return SGLang's engine, changed to tell when it makes processes; that is there to be overridden."""
+
+        def launch(cls: type[Any], server_args: object, ports: object, /, *more: object, **options: object) -> Any:
+            self._ports = ports
+            return base._launch_scheduler_processes.__func__(cls, server_args, ports, *more, **options)
+
+        return type(base.__name__, (base,), {"_launch_scheduler_processes": classmethod(launch)})
+
     def _problem(self, error: BaseException) -> BatonError:
         """Return what a failed start means: before a process was made, only the arguments can be wrong."""
         if isinstance(error, BatonError):
             return error
-        if not self._processes():
+        if self._ports is None and not self._processes():
             return ConfigError(f"SGLang cannot start so: {error}")
         return EngineDead(f"SGLang did not start: {error}")
 

@@ -12,7 +12,7 @@ from baton.engines.torch.encoder import Encoder
 from baton.engines.torch.options import TorchOptions
 from baton.errors import BatonError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.sentence import SentenceLayout, read_layout
-from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress, Stream, Work
+from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Stream, Work
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
@@ -99,6 +99,10 @@ class TorchEmbedder:
         finally:
             with self._changed:
                 self._tickets.pop(ticket, None)
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        """See `Engine.encode`."""
+        raise Unsupported("an embedding engine does not encode media")
 
     async def control(self, verb: Verb) -> Outcome:
         """See `Engine.control`."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.engines.torch.memory import find_device
 from baton.engines.torch.options import TorchOptions
 from baton.errors import ConfigError
 from baton.models.sentence import Pooling, SentenceLayout
@@ -24,7 +25,7 @@ class Encoder:
         """Load the model; takes seconds. Raises ConfigError if the device or the weights are not as they should be."""
         self._threads = options.threads or len(os.sched_getaffinity(0))
         self._layout = layout
-        self._device = _device(options.device)
+        self._device = find_device(options.device)
         self._model = _load(directory, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32)
         self._model.to(self._device)
         [probe] = self.embed([PROBE])
@@ -75,15 +76,6 @@ def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
         case Pooling.LAST:
             rows = torch.arange(hidden.shape[0], device=hidden.device)
             return hidden[rows, mask.sum(dim=1) - 1]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"there is no device {name} here; choose another with --torch-device")
-    return device
 
 
 def _load(directory: Path, dtype: torch.dtype) -> torch.nn.Module:

@@ -19,7 +19,7 @@ from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsu
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import read_config
 from baton.models.terminal import ProgressLine
-from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, HandoffStyle, Progress, Work
+from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, HandoffStyle, Progress, Work
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Consume, Handoff, Produce
@@ -139,14 +139,19 @@ class TorchEngine:
             await self._thread.ask(lambda core: core.abort(request_id))
         except EngineDead:
             return  # what it held is gone with the engine, and its stream has ended
-        self._open.pop(request_id, None)
-        self._handoffs.pop(request_id, None)
-        if stream is not None:
-            stream.fail(Cancelled("aborted"))
+        finally:  # the thread has been told: it aborts even if nobody waits for that any more
+            self._open.pop(request_id, None)
+            self._handoffs.pop(request_id, None)
+            if stream is not None:
+                stream.fail(Cancelled("aborted"))
 
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
         """See `Engine.embed`."""
         raise Unsupported(f"{self._name} generates text; it does not embed")
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        """See `Engine.encode`."""
+        raise Unsupported(f"{self._name} generates text; it does not encode media")
 
     async def control(self, verb: Verb) -> Outcome:
         """See `Engine.control`."""
@@ -216,8 +221,9 @@ class TorchEngine:
             raise InvalidRequest("token_ids: the prompt is empty")
         if work.request_id in self._open or work.request_id in self._handoffs:
             raise InvalidRequest(f"request id {work.request_id} is in use")
-        if not 0 <= min(prompt) <= (highest := max(prompt)) < self._vocabulary:
-            raise InvalidRequest(f"token_ids: {highest} is not a token of this model; it has {self._vocabulary}")
+        for token in (max(prompt), min(prompt)):
+            if not 0 <= token < self._vocabulary:
+                raise InvalidRequest(f"token_ids: {token} is not a token of this model; it has {self._vocabulary}")
         total = len(prompt) + work.max_tokens
         if total > info.context_length:
             raise InvalidRequest(f"the request needs {total} tokens; the context is {info.context_length}")

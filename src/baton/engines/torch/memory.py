@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.errors import ConfigError
+
 _ALIGN = 64
 _PART = 64 << 20
 
@@ -180,6 +182,16 @@ def _left_in_group(group: Path) -> int | None:
     except (OSError, ValueError, KeyError):
         return None
     return max(0, limit - current + cached)
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device that `--torch-device` names. Raises ConfigError if it is not here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"there is no device {name} here; choose another with --torch-device")
+    return device
 
 
 def usable_cores() -> int:

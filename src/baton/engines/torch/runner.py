@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.engines.torch.graphs import DecodeGraphs
 from baton.engines.torch.kv_memory import describe_kv
 from baton.engines.torch.loader import Report, load_weights
-from baton.engines.torch.memory import Arena, arena_bytes, available_bytes, usable_cores
+from baton.engines.torch.memory import Arena, arena_bytes, available_bytes, find_device, usable_cores
 from baton.engines.torch.models.config import LlamaConfig, read_llama_config
 from baton.engines.torch.models.llama import (
     Decodes,
@@ -58,7 +58,7 @@ class Runner:
     ) -> None:
         spill_dir = Path(options.spill_dir).expanduser()
         self.config = read_llama_config(directory)
-        self.device = _device(options.device)
+        self.device = find_device(options.device)
         self.dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
         self.threads = options.threads or usable_cores()
         torch.set_num_threads(self.threads)
@@ -144,7 +144,7 @@ class Runner:
             logits.append(native.forward(pieces))
             return [chunk.sequence for chunk in batch.decodes]
         rows, sequences = _rows_to_sample(batch)
-        if any(_is_scored(chunk.sequence) for chunk in batch.prefills):
+        if any(chunk.sequence.scored for chunk in batch.prefills):
             native.forward(pieces, [])
             self._score_prompts(batch.prefills, lambda rows: native.score(list(rows)))
             logits.append(native.score(rows))
@@ -203,7 +203,7 @@ class Runner:
         first = 0
         for chunk in prefills:
             sequence, top = chunk.sequence, chunk.sequence.plan.prompt_logprobs
-            if top is not None and _is_scored(sequence):
+            if top is not None and sequence.scored:
                 if chunk.start == 0:
                     sequence.prompt_logprobs.clear()
                 stop = min(chunk.start + chunk.length, sequence.prompt_length - 1)
@@ -269,17 +269,3 @@ def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
 def _piece(chunk: Chunk) -> Rows:
     sequence, start, length = chunk
     return Rows(sequence.tokens[start : start + length], start, sequence.blocks)
-
-
-def _is_scored(sequence: Sequence) -> bool:
-    """Whether the prompt of a sequence is to be scored; choices after the first share what that one found."""
-    return sequence.plan.prompt_logprobs is not None and not sequence.index and not sequence.generated
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--torch-device {name}: no CUDA device can be used here")
-    return device

@@ -187,8 +187,8 @@ class Scheduler:
         sequence.blocks = found + [pool.take() for _ in range(total - len(found))]
         sequence.computed = len(found) * pool.size
         sequence.committed = len(found)
-        if not sequence.generated:
-            sequence.cached_tokens = sequence.computed
+        if not sequence.generated:  # what it finds of its own, when it comes back, was computed for it all the same
+            sequence.cached_tokens = min(sequence.cached_tokens, sequence.computed)
         self._begin(sequence)
         return True
 
@@ -212,7 +212,7 @@ class Scheduler:
 
     def _reusable(self, sequence: Sequence) -> list[int]:
         """Return the blocks that need not be computed; the last token always is, to have something to go on from."""
-        if not self._reuse or (sequence.plan.prompt_logprobs is not None and not sequence.generated):
+        if not self._reuse or sequence.scored:
             return []
         full = (len(sequence.tokens) - 1) // self.pool.size
         return self.pool.find(sequence.hashes_of_full_blocks(self.pool.size)[:full])

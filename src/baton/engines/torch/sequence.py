@@ -71,7 +71,7 @@ class Sequence:
         self.hashes: list[int] = []
         self.computed = 0
         self.committed = 0
-        self.cached_tokens = 0
+        self.cached_tokens = self.prompt_length  # until it is admitted, when it is known how much of it is here
         self.told = 0
         self.produces = isinstance(work.handoff, Produce)
         # The later choices find the prompt of the first; a prompt that is scored has to be computed.
@@ -93,6 +93,11 @@ class Sequence:
     def pending(self) -> int:
         """How many tokens have no KV yet. One means that the sequence decodes."""
         return len(self.tokens) - self.computed
+
+    @property
+    def scored(self) -> bool:
+        """Whether every token of the prompt is still to be scored; later choices share what the first one found."""
+        return self.plan.prompt_logprobs is not None and not self.index and not self.generated
 
     def hashes_of_full_blocks(self, size: int) -> list[int]:
         """Return the names of all full blocks of the tokens so far; known ones are not computed again."""

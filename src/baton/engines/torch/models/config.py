@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from baton.errors import ConfigError
+from baton.models.sentence import ENCODERS
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -13,6 +14,18 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,13 +113,13 @@ def read_llama_config(directory: Path) -> LlamaConfig:
     family = FAMILIES.get(architecture)
     if family is None:
         raise ConfigError(
-            f"{architecture} is not a model of the built-in engine; it has {', '.join(FAMILIES)} for text and BertModel"
-            " for embeddings. Choose another engine with --engine"
+            f"{architecture} is not a model of the built-in engine; it has {', '.join(FAMILIES)} for text and"
+            f" {', '.join(sorted(ENCODERS))} for embeddings. Choose another engine with --engine"
         )
     _refuse(raw, path)
     rope = raw.rope_parameters or raw.rope_scaling or Rope()
     rope = msgspec.structs.replace(rope, rope_type=rope.type or rope.rope_type)
-    head_dim = raw.head_dim or raw.hidden_size // raw.num_attention_heads
+    head_dim = raw.hidden_size // raw.num_attention_heads if raw.head_dim is None else raw.head_dim
     config = LlamaConfig(
         family=family,
         vocab=raw.vocab_size,
@@ -114,7 +127,7 @@ def read_llama_config(directory: Path) -> LlamaConfig:
         ffn=raw.intermediate_size,
         layers=raw.num_hidden_layers,
         heads=raw.num_attention_heads,
-        kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
+        kv_heads=raw.num_attention_heads if raw.num_key_value_heads is None else raw.num_key_value_heads,
         head_dim=head_dim,
         eps=raw.rms_norm_eps,
         context=_context(raw, family, rope),
@@ -127,12 +140,13 @@ def read_llama_config(directory: Path) -> LlamaConfig:
     )
     if config.heads % config.kv_heads or config.head_dim % 2:
         raise ConfigError(f"{path}: {config.heads} heads of {head_dim} over {config.kv_heads} KV heads do not divide")
+    inverse_frequencies(config)  # positions of a kind that is not known are refused before the weights are read
     return config
 
 
 def _refuse(raw: _Raw, path: Path) -> None:
-    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if getattr(raw, field) < 1:
+    for field in _SIZES:
+        if (size := getattr(raw, field)) is not None and size < 1:
             raise ConfigError(f"{path}: {field} is missing or not positive")
     if raw.hidden_act != "silu":
         raise ConfigError(f"{path}: hidden_act {raw.hidden_act!r} is not supported; only silu is")
