@@ -53,6 +53,10 @@ def _sglang_help(settings: Settings) -> str:
 
 
 def _trtllm(settings: Settings) -> Engine:
+    if settings.role == "encode":
+        from baton.engines.trtllm.encoder import TrtllmEncoder
+
+        return TrtllmEncoder(settings.trtllm, settings.engine_args, Path(settings.model), settings.name)
     from baton.engines.trtllm.adapter import TrtllmEngine
 
     return TrtllmEngine(settings.trtllm, settings.engine_args, Path(settings.model), settings.name, _part(settings))
@@ -109,6 +113,16 @@ def prepare_model(settings: Settings) -> Settings:
     directory = resolve_model(model, cache_directory(settings) / "models")
     name = settings.name or (served_name(model) if settings.model else kind.own_name)
     return msgspec.structs.replace(settings, model=str(directory), name=name)
+
+
+def prepare_tokenizer(settings: Settings) -> Settings:
+    """Return the settings with `model` a directory that has at least tokenizer and configuration. See above.
+
+    For processes that have no engine, so none need be installed.
+    """
+    model = settings.model or "smollm2"
+    directory = resolve_model(model, cache_directory(settings) / "models", weights=False)
+    return msgspec.structs.replace(settings, model=str(directory), name=settings.name or served_name(model))
 
 
 def embeds(settings: Settings) -> bool:

@@ -23,6 +23,7 @@ from baton.engines.sglang.options import SglangOptions
 from baton.engines.torch.options import TorchOptions
 from baton.engines.trtllm.options import TrtllmOptions
 from baton.errors import ConfigError
+from baton.media.options import MediaOptions
 from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.transfer.options import TransferOptions
 
@@ -37,6 +38,8 @@ Tree = dict[str, object]
 _SERVE = {"commands": ("serve",)}
 _FRONT = {"commands": ("serve", "frontend")}
 _WORK = {"commands": ("serve", "worker")}
+_ROUTE = {"commands": ("serve", "router")}
+_WORK_ROUTE = {"commands": ("serve", "worker", "router")}
 
 
 def _about(text: str, extra: Mapping[str, object]) -> Meta:
@@ -55,11 +58,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ()
     model: Annotated[
         str,
-        _about("model directory, Hugging Face id, or smollm2 or minilm; empty is the engine's own", _WORK),
+        _about("model directory, Hugging Face id, or smollm2 or minilm; empty is the engine's own", _WORK_ROUTE),
     ] = ""
-    name: Annotated[str, _about("name the model is served under; empty is the model's own", _WORK)] = ""
+    name: Annotated[str, _about("name the model is served under; empty is the model's own", _WORK_ROUTE)] = ""
     role: Annotated[
-        Literal["auto", "aggregated", "prefill", "decode", "embed"],
+        Literal["auto", "aggregated", "prefill", "decode", "embed", "encode"],
         _about("what a worker does; auto is what its model is for", _WORK),
     ] = "auto"
     accepts: Annotated[
@@ -73,6 +76,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     decode: Annotated[
         int, Meta(ge=0, le=256), _about("decode workers to start; with --prefill, instead of --workers", _SERVE)
     ] = 0
+    topology: Annotated[
+        str, _about("file with pools of workers and which requests go to which; a global router goes by it", _ROUTE)
+    ] = ""
     host: Annotated[str, _about("address of the OpenAI endpoint", _FRONT)] = "127.0.0.1"
     port: Annotated[Port, _about("port of the OpenAI endpoint", _FRONT)] = 8000
     router: Annotated[
@@ -92,9 +98,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _about("times a request may move to another worker when its own fails", _FRONT),
     ] = 3
     namespace: Annotated[str, Meta(pattern="^[a-z0-9_-]+$", description="group that finds each other")] = "baton"
-    system_host: Annotated[str, _about("address of a worker's /health and /metrics", _WORK)] = "127.0.0.1"
+    system_host: Annotated[str, _about("address of a worker's /health and /metrics", _WORK_ROUTE)] = "127.0.0.1"
     system_port: Annotated[
-        Port, _about("port of /health and /metrics; with several workers counted up; 0 is any free one", _WORK)
+        Port, _about("port of /health and /metrics; with several workers counted up; 0 is any free one", _WORK_ROUTE)
     ] = 0
     control: Annotated[
         Literal["auto", "on", "off"],
@@ -115,7 +121,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(ge=0, le=1000),
         _about("shortest time between two chunks of a stream; tokens merge", _WORK),
     ] = 2.0
-    reader_stall_s: Annotated[Seconds, _about("longest a full stream waits for its reader", _WORK)] = 60.0
+    reader_stall_s: Annotated[Seconds, _about("longest a full stream waits for its reader", _WORK_ROUTE)] = 60.0
     canary_s: Annotated[Seconds, _about("how often an idle worker is probed", _WORK)] = 10.0
     canary_timeout_s: Annotated[Seconds, _about("longest a probe may take", _WORK)] = 10.0
     stall_s: Annotated[
@@ -126,11 +132,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "~/.cache/baton/logs"
     )
     cache_dir: Annotated[
-        str, _about("where fetched models are kept; empty is $XDG_CACHE_HOME/baton or ~/.cache/baton", _WORK)
+        str, _about("where fetched models are kept; empty is $XDG_CACHE_HOME/baton or ~/.cache/baton", _WORK_ROUTE)
     ] = ""
     profile_dir: Annotated[str, _about("write a cProfile of the worker's event loop here at exit", _WORK)] = ""
     runtime: RuntimeOptions = RuntimeOptions()
     transfer: TransferOptions = TransferOptions()
+    media: MediaOptions = MediaOptions()
     torch: TorchOptions = TorchOptions()
     sglang: SglangOptions = SglangOptions()
     experts: ExpertOptions = ExpertOptions()
@@ -173,8 +180,9 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SECTION_COMMANDS = {
-    "runtime": ("serve", "worker", "frontend"),
+    "runtime": ("serve", "worker", "frontend", "router"),
     "transfer": ("serve", "worker"),
+    "media": ("serve", "worker"),
     "torch": ("serve", "worker"),
     "sglang": ("serve", "worker"),
     "experts": ("serve", "worker"),
@@ -185,14 +193,17 @@ _SECTION_COMMANDS = {
 
 def options() -> list[Option]:
     """Return every setting, in the order of the structs."""
-    return list(_walk(Settings, (), ("serve", "worker", "frontend")))
+    return list(_walk(Settings, (), ("serve", "worker", "frontend", "router")))
 
 
 def load(flags: Mapping[str, object], variables: Mapping[str, str], file: Path | None) -> Settings:
     """Return the settings. `flags` are by option key, None if not given. Raises ConfigError, naming the setting."""
     tree: Tree = {}
-    if file is not None:
-        _merge(tree, _read_file(file), str(file))
+    given = _read_file(file) if file is not None else {}
+    topology = flags.get("topology") or variables.get(f"{PREFIX}TOPOLOGY") or given.get("topology")
+    if topology:
+        _merge(tree, _topology_settings(Path(str(topology))), f"settings of {topology}")
+    _merge(tree, given, str(file))
     known = {option.variable: option for option in options()}
     for variable, text in sorted(variables.items()):
         if variable.startswith(PREFIX):
@@ -203,6 +214,17 @@ def load(flags: Mapping[str, object], variables: Mapping[str, str], file: Path |
     for key, value in flags.items():
         if value is not None:
             _put(tree, by_key[key].path, value)
+    return _convert(tree)
+
+
+def override(settings: Settings, content: Tree, source: str) -> Settings:
+    """Return `settings` with what `content`, laid out as a file of settings, says otherwise. Raises ConfigError."""
+    tree: Tree = msgspec.to_builtins(settings)
+    _merge(tree, content, source)
+    return _convert(tree)
+
+
+def _convert(tree: Tree) -> Settings:
     try:
         settings = msgspec.convert(tree, Settings, strict=False)
     except msgspec.ValidationError as error:
@@ -220,10 +242,12 @@ def _refuse_contradictions(settings: Settings) -> None:
         raise ConfigError(
             "--workers starts workers that do both prefill and decode: drop it, or --prefill and --decode"
         )
-    if settings.accepts == "text" and (settings.prefill or settings.role in ("prefill", "decode")):
+    if settings.topology and (settings.prefill or settings.workers != 1):
+        raise ConfigError("--topology says which workers there are: drop --workers, --prefill and --decode")
+    if settings.accepts == "text" and (settings.prefill or settings.role in ("prefill", "decode", "encode")):
         raise ConfigError(
-            "prefill and decode workers take tokens only, for the frontend that calls one after the other must know the"
-            " prompt's tokens: drop --accepts text"
+            "prefill, decode and encode workers take tokens only, for the frontend that calls one after the other must"
+            " know the prompt's tokens: drop --accepts text"
         )
 
 
@@ -326,6 +350,16 @@ def _read_file(file: Path) -> Tree:
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a mapping of settings")
     return content
+
+
+def _topology_settings(file: Path) -> Tree:
+    """Return the settings that a topology gives to all its workers. What else is in it, `router/files.py` reads."""
+    settings = _read_file(file).get("settings") or {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"settings in {file} must hold a mapping of settings")
+    if "topology" in settings:
+        raise ConfigError(f"unknown setting topology in the settings of {file}")
+    return settings
 
 
 def _merge(tree: Tree, content: Tree, source: str) -> None:

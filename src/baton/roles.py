@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from baton.config import Settings
 from baton.desk import Desk
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
 from baton.handlers.aggregated import AggregatedHandler
 from baton.handlers.decode import DecodeHandler
 from baton.handlers.embed import EmbedHandler
+from baton.handlers.encode import EncodeHandler
+from baton.handlers.media import Intake
 from baton.handlers.prefill import PrefillHandler
 from baton.handlers.text import TextHandler
 from baton.handlers.trial import TrialHandler
@@ -25,6 +27,7 @@ from baton.protocol.requests import GenerateRequest, StopConditions
 from baton.protocol.text import decode_text, encode_text
 
 if TYPE_CHECKING:
+    from baton.media.loader import PolicyLoader
     from baton.transfer.borrower import KvBorrower
     from baton.transfer.lender import KvLender
 
@@ -36,8 +39,13 @@ _SURFACES = {
     "embed": frozenset({"embeddings"}),
     "prefill": frozenset({"prefill"}),
     "decode": frozenset({"chat", "completions"}),
+    "encode": frozenset(),  # the frontend calls it on the way to those that serve one
 }
-_NEEDS = {"prefill": (("decode",),), "decode": (("prefill",),)}
+_NEEDS = {
+    "prefill": (("decode",),),
+    "decode": (("prefill",),),
+    "encode": (("aggregated",), ("prefill", "decode")),
+}
 
 
 def path_of(settings: Settings, role: str) -> str:
@@ -50,9 +58,12 @@ def role_of(settings: Settings, capabilities: Capabilities) -> str:
     role = settings.role
     if role == "auto":
         role = "aggregated" if capabilities.generate else "embed"
-    if not (capabilities.embeddings if role == "embed" else capabilities.generate):
+    fills = {"embed": capabilities.embeddings, "encode": capabilities.media_encoding}
+    if not fills.get(role, capabilities.generate):
         raise ConfigError(f"the model {settings.name} on the engine {settings.engine} cannot fill the role {role}")
-    if role in _NEEDS and capabilities.handoff is HandoffStyle.NONE:
+    if settings.media.encoders and not capabilities.media_handles:
+        raise ConfigError(f"the engine {settings.engine} does not read what encode workers hold: drop --media-encoders")
+    if role in ("prefill", "decode") and capabilities.handoff is HandoffStyle.NONE:
         raise ConfigError(f"the engine {settings.engine} cannot hand KV from one worker to another: no role {role}")
     return role
 
@@ -67,12 +78,14 @@ class Duty:
         shape: KvShape | None = None,
         lender: "KvLender | None" = None,
         borrower: "KvBorrower | None" = None,
+        intake: Intake | None = None,
     ) -> None:
         self.service = service
         self.probe = probe
         self.shape = shape
         self.lender = lender
         self.borrower = borrower
+        self._intake = intake
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until nobody needs what is held for others; return False if that takes longer than `timeout_s`."""
@@ -84,6 +97,8 @@ class Duty:
             await self.lender.close()
         if self.borrower is not None:
             await self.borrower.close()
+        if self._intake is not None:
+            await self._intake.close()
 
 
 class Post(NamedTuple):
@@ -113,17 +128,25 @@ def announce(role: str, post: Post, duty: Duty) -> ModelCard:
         accepts=accepts,
         surfaces=_SURFACES[role],
         worker_type=role if role in _NEEDS else "aggregated",
-        needs=_NEEDS.get(role, ()),
+        needs=_needs(role, settings),
         context_length=info.context_length,
         block_size=info.block_size,
         total_blocks=info.total_blocks,
         max_running=info.max_running,
         handoff_host=host,
         handoff_port=port,
-        # A router compares tokens; where the worker makes them, it has none. Of decode workers it asks only the load.
-        kv_events=accepts == "tokens" and role != "decode",
+        # A router compares tokens; where the worker makes them, it has none. Of decode workers it asks only the load,
+        # and an encode worker has no KV.
+        kv_events=accepts == "tokens" and role not in ("decode", "encode"),
         dp_size=post.engine.capabilities.dp_size,
     )
+
+
+def _needs(role: str, settings: Settings) -> tuple[tuple[str, ...], ...]:
+    """Return which roles must be there for this worker to be served: all those of one of the groups."""
+    if not settings.media.encoders or role not in ("aggregated", "prefill"):
+        return _NEEDS.get(role, ())
+    return tuple((*group, "encode") for group in _NEEDS.get(role, ((),)))
 
 
 def _meeting_place(post: Post, duty: Duty) -> tuple[str, int] | tuple[None, None]:
@@ -151,16 +174,69 @@ async def _embed(post: Post) -> Duty:
     )
 
 
+async def _encode(post: Post) -> Duty:
+    from baton.media.images import trial_picture
+    from baton.transfer.lender import open_lender
+
+    loader = _loader(post)
+    lender = await open_lender(post.settings.transfer, None, post.settings.runtime.bind)
+    handler = EncodeHandler(post.engine, post.desk, loader, lender)
+    prober = EncodeHandler(post.engine, post.side_desk, loader, lender)
+    prompt, picture = _picture_prompt(Path(post.info.model_dir)), trial_picture()
+    return Duty(
+        Service(handler.generate, decode_request, encode_chunk),
+        lambda: prober.trial(prompt, picture, _ProbeContext()),
+        lender=lender,
+        intake=Intake(loader),
+    )
+
+
+def _picture_prompt(directory: Path) -> tuple[int, ...]:
+    """Return a prompt with a place for one image, as far as the model's chat template has one."""
+    picture_first = [{"type": "image"}, {"type": "text", "text": "."}]
+    try:
+        tokenizer = HubTokenizer(directory)
+        tokens = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": picture_first}]))
+    except (ConfigError, InvalidRequest):
+        tokens = []
+    return tuple(tokens) or ONE_TOKEN.token_ids
+
+
 async def _aggregated(post: Post) -> Duty:
     prober = AggregatedHandler(post.engine, post.info, post.side_desk)
-    return Duty(_generate(post), lambda: _exhaust(prober.generate(ONE_TOKEN, _ProbeContext())))
+    borrower = _media_borrower(post)
+    intake = Intake(_media_loader(post), borrower)
+    return Duty(
+        _generate(post, intake),
+        lambda: _exhaust(prober.generate(ONE_TOKEN, _ProbeContext())),
+        borrower=borrower,
+        intake=intake,
+    )
 
 
-def _generate(post: Post) -> Service[Any, Any]:
+def _media_loader(post: Post) -> "PolicyLoader | None":
+    return _loader(post) if post.engine.capabilities.modalities - {"text"} else None
+
+
+def _loader(post: Post) -> "PolicyLoader":
+    from baton.media.loader import PolicyLoader  # takes Pillow along, which text does without
+
+    return PolicyLoader(post.settings.media)
+
+
+def _media_borrower(post: Post) -> "KvBorrower | None":
+    if not post.engine.capabilities.media_handles:
+        return None
+    from baton.transfer.borrower import open_borrower
+
+    return open_borrower(post.settings.transfer, None)
+
+
+def _generate(post: Post, intake: Intake) -> Service[Any, Any]:
     if post.settings.accepts == "text":
         text = TextHandler(post.engine, post.info, post.desk, HubTokenizer(Path(post.info.model_dir)))
         return Service(text.generate, decode_text, encode_text)
-    return Service(AggregatedHandler(post.engine, post.info, post.desk).generate, decode_request, encode_chunk)
+    return Service(AggregatedHandler(post.engine, post.info, post.desk, intake).generate, decode_request, encode_chunk)
 
 
 async def _prefill(post: Post) -> Duty:
@@ -170,17 +246,31 @@ async def _prefill(post: Post) -> Duty:
     if _is_early(post) and post.info.handoff_host is not None and post.info.handoff_port is not None:
         meeting = (post.info.handoff_host, post.info.handoff_port)
     lender = await open_lender(post.settings.transfer, post.info.kv, post.settings.runtime.bind, meeting)
-    handler = PrefillHandler(post.engine, post.info, post.desk, lender)
-    return Duty(Service(handler.generate, decode_request, encode_chunk), _trial(post), _shape(post.info), lender=lender)
+    borrower = _media_borrower(post)
+    intake = Intake(_media_loader(post), borrower)
+    handler = PrefillHandler(post.engine, post.info, post.desk, lender, intake)
+    return Duty(
+        Service(handler.generate, decode_request, encode_chunk),
+        _trial(post),
+        _shape(post.info),
+        lender=lender,
+        borrower=borrower,
+        intake=intake,
+    )
 
 
 async def _decode(post: Post) -> Duty:
     from baton.transfer.borrower import open_borrower
 
     borrower = open_borrower(post.settings.transfer, post.info.kv)
-    handler = DecodeHandler(post.engine, post.info, post.desk, borrower)
+    intake = Intake(_media_loader(post), borrower if post.info.kv is None else None)
+    handler = DecodeHandler(post.engine, post.info, post.desk, borrower, intake)
     return Duty(
-        Service(handler.generate, decode_request, encode_chunk), _trial(post), _shape(post.info), borrower=borrower
+        Service(handler.generate, decode_request, encode_chunk),
+        _trial(post),
+        _shape(post.info),
+        borrower=borrower,
+        intake=intake,
     )
 
 
@@ -198,6 +288,7 @@ _ROLES: dict[str, Callable[[Post], Awaitable[Duty]]] = {
     "embed": _embed,
     "prefill": _prefill,
     "decode": _decode,
+    "encode": _encode,
 }
 
 

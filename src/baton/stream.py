@@ -35,6 +35,7 @@ class OutputStream:
         "_open",
         "_timer",
         "_tokens",
+        "_urgent",
         "_waiter",
         "_writers",
     )
@@ -48,6 +49,7 @@ class OutputStream:
         self._handoff: HandoffReady | None = None
         self._kv: KvComputed | KvWanted | None = None
         self._error: BaseException | None = None
+        self._urgent = False  # whether there is something that no read is held back for
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._not_before = 0.0
@@ -98,7 +100,7 @@ class OutputStream:
         """Tell that the KV can be claimed."""
         if not self.ended:
             self._handoff = HandoffReady(params)
-            self._wake()
+            self._wake_at_once()
 
     def computed(self, output: KvComputed) -> None:
         """Tell that further blocks hold their KV."""
@@ -107,13 +109,13 @@ class OutputStream:
             if isinstance(before, KvComputed):
                 output = KvComputed(before.blocks + output.blocks, output.complete, output.cached_tokens)
             self._kv = output
-            self._wake()
+            self._wake_at_once()
 
     def want(self, output: KvWanted) -> None:
         """Tell where KV is to go."""
         if not self.ended:
             self._kv = output
-            self._wake()
+            self._wake_at_once()
 
     def finish(
         self,
@@ -127,30 +129,25 @@ class OutputStream:
         if not self.ended:
             self._finished.append(Finished(reason, index, stop_reason, cached_tokens, prompt_logprobs))
             self._open -= 1
-            self._wake()
+            self._wake_at_once()
 
     def fail(self, error: BaseException) -> None:
         """End the stream with `error`; the first end wins."""
         if not self.ended:
             self._error = error
-            self._wake()
+            self._wake_at_once()
             self._wake_writers()
 
     async def read(self, not_before: float = 0.0) -> list[Output]:
         """See `Stream.read`."""
         self._not_before = not_before
-        while not self._may_return():
-            await self._wait()
+        if not (self._urgent or (self._tokens and self._loop.time() >= not_before)):
+            await self._wait()  # it ends when there is something to return
         if outputs := self._take():
             return outputs
         if self._error is not None:
             raise self._error
         return []
-
-    def _may_return(self) -> bool:
-        if self.ended or self._handoff is not None or self._kv is not None or self._finished:
-            return True
-        return bool(self._tokens) and self._loop.time() >= self._not_before
 
     async def _wait(self) -> None:
         self._waiter = self._loop.create_future()
@@ -170,6 +167,10 @@ class OutputStream:
         else:
             self._timer = self._loop.call_at(self._not_before, self._wake)
 
+    def _wake_at_once(self) -> None:
+        self._urgent = True
+        self._wake()
+
     def _wake(self) -> None:
         if self._waiter is not None:
             _resolve(self._waiter)
@@ -179,6 +180,11 @@ class OutputStream:
             _resolve(writer)
 
     def _take(self) -> list[Output]:
+        tokens, self._tokens = self._tokens, {}
+        if tokens and self._writers:
+            self._wake_writers()
+        if not self._urgent:
+            return [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
         outputs: list[Output] = []
         if self._handoff is not None:
             outputs.append(self._handoff)
@@ -186,19 +192,15 @@ class OutputStream:
         if self._kv is not None:
             outputs.append(self._kv)
             self._kv = None
-        if self._tokens:
-            tokens, self._tokens = self._tokens, {}
-            if self._writers:
-                self._wake_writers()
-            outputs += [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
-        if self._finished:
-            outputs += self._finished
-            self._finished = []
+        outputs += [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
+        outputs += self._finished
+        self._finished = []
+        self._urgent = self.ended  # the end can be read again and again
         return outputs
 
     def _joined_logprobs(self, index: int) -> Logprobs | None:
-        parts = self._logprobs.pop(index, None)
-        if not parts:
+        parts = self._logprobs.pop(index, None) if self._logprobs else None
+        if parts is None:
             return None
         chosen = tuple(value for part in parts for value in part.chosen)
         return Logprobs(chosen, tuple(position for part in parts for position in part.top))

@@ -14,8 +14,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.engines.echo.engine import MODEL_DIR
-from baton.engines.trtllm import compat, foreign, handoff, kv_view, readings
-from baton.engines.trtllm.arguments import NOT_AUTODEPLOY, build_arguments, plan_arguments
+from baton.engines.trtllm import compat, foreign, handles, handoff, kv_view, readings
+from baton.engines.trtllm.arguments import (
+    NOT_AUTODEPLOY,
+    build_arguments,
+    build_encoder_arguments,
+    plan_arguments,
+    plan_encoder_arguments,
+)
 from baton.engines.trtllm.options import TrtllmOptions
 from baton.errors import ConfigError
 from baton.testing.facts import DIRECTORY, NotInFacts, keys_in, load_facts, problems_of, ways_round_types
@@ -57,6 +63,7 @@ def test_every_shape_stands_for_something_or_is_pydantic() -> None:
     shapes = set(re.findall(r"^class (\w+)\(", inspect.getsource(foreign), re.MULTILINE))
     known = {name.removesuffix("12").removesuffix("13") for name in foreign.SOURCES}
     passed_on = {"Make", "MakeLlm", "MakeSampling", "MakeGuided", "MakeDisaggregated", "MakeScheduling", "MakeLora"}
+    passed_on |= {"MakeEncoder"}
     assert {name.removesuffix("12").removesuffix("13") for name in shapes} - known - passed_on == {
         "FieldInfo",
         "ArgumentsModel",
@@ -83,7 +90,8 @@ def test_every_key_of_stats_and_events_is_in_the_facts() -> None:
 
 
 def test_the_handed_over_fields_and_request_types_are_the_librarys() -> None:
-    wire = {field.name for field in msgspec.structs.fields(handoff._Params)}
+    wire = {field.name for field in msgspec.structs.fields(handoff._Params)} - {"prompt_token_ids"}
+    wire |= {field.name for field in msgspec.structs.fields(handles.Handles)} - {"prompt"}
     assert wire <= FACTS["1.3.0rc22"].keywords("disaggregated_params.DisaggregatedParams")
     assert wire <= FACTS["1.3.0rc25"].keywords("disaggregated_params.DisaggregatedParams")
     assert {handoff.CONTEXT_ONLY, handoff.GENERATION_ONLY, handoff.WHOLE} == set(CONTENT["request_types"])
@@ -100,6 +108,15 @@ def test_the_arguments_that_baton_sets_are_the_librarys(version: str, backend: A
     assert not set(arguments) & set(NOT_AUTODEPLOY)
 
 
+@pytest.mark.parametrize("version", FACTS)
+def test_the_arguments_of_an_encoder_are_the_librarys(version: str) -> None:
+    tree = plan_encoder_arguments(TrtllmOptions(), {"trust_remote_code": True}, MODEL_DIR)
+    arguments = build_encoder_arguments(double(version), tree)
+    assert set(arguments) <= set(FACTS[version].fields("llmapi.llm_args.TorchLlmArgs"))
+    with pytest.raises(ConfigError, match="no_such"):
+        build_encoder_arguments(double(version), {**tree, "no_such": 1})
+
+
 # That the nets can catch something
 
 
@@ -107,12 +124,15 @@ def test_the_arguments_that_baton_sets_are_the_librarys(version: str, backend: A
     ("shape", "addition"),
     [
         ("class Result(Protocol):", "    tokens_so_far: int"),
-        ("class Llm(Protocol):", "    def get_kv_cache_capacity(self) -> int: ..."),
-        ("class Llm(Protocol):", "    def shutdown(self, timeout: float) -> None: ..."),
+        ("class Llm(Living, Protocol):", "    def get_kv_cache_capacity(self) -> int: ..."),
+        ("class Llm(Living, Protocol):", "    def shutdown(self, timeout: float) -> None: ..."),
         ("class SamplingFields(TypedDict, total=False):", "    thinking_token_budget: int"),
         ("class GenerateFields(TypedDict, total=False):", "    priority: float"),
         ("class DisaggregatedFields13(DisaggregatedFields, total=False):", "    conversation_id: str"),
         ("class MakeId13(Protocol):", "    def __call__(self, *, machine: int) -> int: ..."),
+        ("class EncodeFields(TypedDict):", "    streaming: bool"),
+        ("class SharedTensor(Protocol):", "    def release(self) -> None: ..."),
+        ("class EncodeResult(Protocol):", "    embeddings: object"),
     ],
 )
 def test_a_shape_with_a_name_that_some_version_has_not_is_found(shape: str, addition: str) -> None:

@@ -1,6 +1,5 @@
-"""Images in the real SGLang, with a tiny random Qwen2-VL: as URLs, and as rows that were encoded elsewhere."""
+"""Images in the real SGLang, with a tiny random Qwen2-VL: as files, and as rows that were encoded elsewhere."""
 
-import base64
 import io
 import json
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from engines import Bench, TestedEngine
 from test_generating import answer_of, work
 
 from baton.errors import InvalidRequest
-from baton.protocol.media import MediaEmbedding, MediaUrl
+from baton.protocol.media import MediaEmbedding, MediaFile
 
 BEGIN, END, IMAGE, VIDEO = 260, 261, 262, 263
 HIDDEN = 64
@@ -73,12 +72,12 @@ def write_processor(directory: Path) -> None:
     )
 
 
-def picture(seed: int) -> MediaUrl:
+def picture(seed: int) -> MediaFile:
     from PIL import Image
 
     file = io.BytesIO()
     Image.new("RGB", (56, 56), (seed, 255 - seed, 7)).save(file, "PNG")
-    return MediaUrl(modality="image", url="data:image/png;base64," + base64.b64encode(file.getvalue()).decode())
+    return MediaFile(modality="image", data=file.getvalue())
 
 
 def rows(seed: int) -> MediaEmbedding:
@@ -101,7 +100,7 @@ def test_images_are_seen_however_they_come(bench: Bench, model: Path) -> None:
             assert answers[0] != answers[1]
             again = (await answer_of(session, work(8, prompt=prompt, media=(images[0],))))[0]
             assert again == answers[0]
-        broken = MediaUrl(modality="image", url="data:image/png;base64,AAAA")
+        broken = MediaFile(modality="image", data=b"no image")
         with pytest.raises(InvalidRequest, match="image"):
             await answer_of(session, work(8, prompt=(72, BEGIN, IMAGE, END, 74), media=(broken,)))
         with pytest.raises(InvalidRequest, match="one encoded piece"):

@@ -93,6 +93,9 @@ class FakeLoan:
         self.closed = 0
         self.on_close: Callable[[], None] = lambda: None
 
+    async def claimed(self) -> None:
+        await asyncio.shield(self.met)
+
     async def meeting(self) -> tuple[str, int]:
         return await asyncio.shield(self.met)
 

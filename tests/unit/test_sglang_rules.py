@@ -15,9 +15,9 @@ from baton.engines.sglang.options import SglangOptions
 from baton.engines.sglang.ports import free_port, is_free, meeting_host
 from baton.engines.sglang.rules import Part, own_flags, refuse_conflicts
 from baton.engines.sglang.weights import check_directory, check_specs, shapes_in
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import ConfigError, InvalidRequest, Unsupported
 from baton.protocol.control import TensorSpec
-from baton.protocol.media import MediaUrl
+from baton.protocol.media import MediaFile, MediaHandles
 
 DIALECT = Dialect(version="0.5.23")
 
@@ -163,9 +163,12 @@ def test_single_tensors_are_compared_too() -> None:
 
 
 def test_media_go_where_their_kind_belongs_in_their_order() -> None:
-    urls = [
-        MediaUrl(modality=kind, url=f"data:{kind}{number}") for number, kind in enumerate(("image", "video", "image"))
-    ]
-    assert media_fields(urls) == {"image_data": ["data:image0", "data:image2"], "video_data": ["data:video1"]}
+    files = [MediaFile(modality=kind, data=kind.encode()) for kind in ("image", "video", "image")]
+    assert media_fields(files) == {"image_data": [b"image", b"image"], "video_data": [b"video"]}
     with pytest.raises(InvalidRequest, match="smell"):
-        media_fields([MediaUrl(modality="smell", url="data:")])
+        media_fields([MediaFile(modality="smell", data=b"")])
+
+
+def test_sglang_refuses_what_encode_workers_hold() -> None:
+    with pytest.raises(Unsupported, match="encoder_result"):
+        media_fields([MediaHandles(params={})])

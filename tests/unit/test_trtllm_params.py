@@ -14,7 +14,7 @@ from baton.errors import InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults
 from baton.ports.engine import Work
 from baton.protocol.ids import new_request_id
-from baton.protocol.media import MediaUrl
+from baton.protocol.media import MediaFile
 from baton.protocol.requests import GuidedDecoding, OutputOptions, Sampling, StopConditions
 from baton.testing.trtllm_double import World, make_library
 
@@ -105,7 +105,7 @@ def test_what_the_engine_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(Unsupported, match="max_thinking_tokens"):
         params(stop=StopConditions(max_thinking_tokens=5))
     with pytest.raises(Unsupported, match="multi_modal_data"):
-        params(media=(MediaUrl(modality="image", url="http://x/y.png"),))
+        params(media=(MediaFile(modality="image", data=b""),))
 
 
 def test_a_thinking_budget_is_for_versions_and_models_that_have_one() -> None:

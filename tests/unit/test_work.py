@@ -52,8 +52,6 @@ REFUSALS: list[tuple[dict[str, Any], Capabilities, type[BatonError], str]] = [
     ({"sampling_options": {"guided_decoding": {"grammar": "a"}}}, NOTHING, Unsupported, "guided_decoding.grammar"),
     ({"sampling_options": {"guided_decoding": {"structural_tag": 1}}}, NOTHING, Unsupported, "structural_tag"),
     ({"routing": {"lora_name": "tuned"}}, NOTHING, Unsupported, "lora_name"),
-    ({"multi_modal_data": {"image_url": ["https://a"]}}, NOTHING, Unsupported, "multi_modal_data.image_url"),
-    ({"multi_modal_data": {"video_url": ["https://a"]}}, EVERYTHING, Unsupported, "multi_modal_data.video_url"),
     ({"routing": {"dp_rank": 4}}, EVERYTHING, InvalidRequest, "dp_rank"),
 ]
 
@@ -77,7 +75,6 @@ def test_what_cannot_be_done_is_refused_by_name(
         {"output_options": {"logprobs": 20, "prompt_logprobs": 0}},
         {"sampling_options": {"guided_decoding": {"json": {"type": "object"}}}},
         {"routing": {"lora_name": "tuned", "dp_rank": 3}},
-        {"multi_modal_data": {"image_url": ["https://a"]}},
         {"stop_conditions": {"max_tokens": 97, "min_tokens": 97}},
     ],
 )

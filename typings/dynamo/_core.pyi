@@ -55,6 +55,7 @@ class ModelType:
     Chat: ModelType
     Completions: ModelType
     Embedding: ModelType
+    Empty: ModelType
     Prefill: ModelType
     def __or__(self, other: ModelType) -> ModelType: ...
 
@@ -69,6 +70,22 @@ class RouterMode:
     Random: RouterMode
     KV: RouterMode
 
+class KvRouterConfig:
+    def __init__(self) -> None: ...
+
+class KvRouter:
+    def __init__(self, endpoint: Endpoint, block_size: int, kv_router_config: KvRouterConfig) -> None: ...
+    def best_worker(
+        self,
+        token_ids: object,
+        *,
+        request_id: str | None = None,
+        lora_name: object = None,
+        cache_namespace: object = None,
+    ) -> asyncio.Future[tuple[int, int, int]]: ...
+    def mark_prefill_complete(self, request_id: str) -> asyncio.Future[None]: ...
+    def free(self, request_id: str) -> asyncio.Future[None]: ...
+
 class RouterConfig:
     def __init__(self, mode: RouterMode, *, active_decode_blocks_threshold: float | None = None) -> None: ...
 
@@ -80,6 +97,7 @@ class ModelRuntimeConfig:
     kv_event_publishing_enabled: bool | None
     enable_local_indexer: bool | None
     def set_disaggregated_endpoint(self, bootstrap_host: str, bootstrap_port: int) -> None: ...
+    def set_engine_specific(self, key: str, value: str) -> None: ...
 
 class KvEventPublisher:
     def __init__(

@@ -1,4 +1,4 @@
-"""Tickets for KV: read from what the frontend sends, made where it leaves that to us."""
+"""Tickets for what other workers hold: read from what the frontend sends, made where it leaves that to us."""
 
 import secrets
 from typing import Annotated
@@ -13,6 +13,8 @@ from baton.protocol.requests import GenerateRequest
 
 SECRET_BYTES = 16
 
+_PREFILL = "prefill_result.disaggregated_params"
+
 
 class _Written(msgspec.Struct, frozen=True):
     """A ticket in words of ours."""
@@ -24,7 +26,7 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 class _Params(msgspec.Struct, frozen=True):
-    """What a late hand-off carries: our ticket, and what the engines tell each other by themselves.
+    """What a late hand-off or an encode worker tells: our ticket, and what the engines tell each other by themselves.
 
     Both are a level down: of a `bootstrap_room` on top the frontend would make a room of its own.
     """
@@ -39,24 +41,33 @@ def ticket_of(request: GenerateRequest) -> Ticket | None:
         return ticket_from(request.bootstrap)
     if request.prefill_result is None:
         return None
-    written = _read(request.prefill_result).ticket
-    try:
-        secret = bytes.fromhex(written.secret)
-    except ValueError as error:
-        raise InvalidRequest(f"prefill_result.disaggregated_params.ticket.secret: {error}") from None
-    return Ticket(host=written.host, port=written.port, room=written.room, secret=secret)
+    return _ticket(_read(request.prefill_result.disaggregated_params, _PREFILL).ticket, _PREFILL)
+
+
+def encoder_ticket(result: dict[str, object]) -> tuple[Ticket, dict[str, object]]:
+    """Return the ticket in an `encoder_result`, and what the engine said. Raises InvalidRequest."""
+    params = _read(result, "encoder_result")
+    return _ticket(params.ticket, "encoder_result"), params.engine
 
 
 def for_engine(result: PrefillResult) -> PrefillResult:
     """Return `result` with nothing in it but what the prefill's engine said. Raises InvalidRequest."""
-    return msgspec.structs.replace(result, disaggregated_params=_read(result).engine)
+    return msgspec.structs.replace(result, disaggregated_params=_read(result.disaggregated_params, _PREFILL).engine)
 
 
-def _read(result: PrefillResult) -> _Params:
+def _read(raw: dict[str, object], place: str) -> _Params:
     try:
-        return convert(result.disaggregated_params, _Params)
+        return convert(raw, _Params)
     except DecodeError as error:
-        raise InvalidRequest(f"prefill_result.disaggregated_params: {error}") from None
+        raise InvalidRequest(f"{place}: {error}") from None
+
+
+def _ticket(written: _Written, place: str) -> Ticket:
+    try:
+        secret = bytes.fromhex(written.secret)
+    except ValueError as error:
+        raise InvalidRequest(f"{place}.ticket.secret: {error}") from None
+    return Ticket(host=written.host, port=written.port, room=written.room, secret=secret)
 
 
 def ticket_from(bootstrap: Bootstrap) -> Ticket:
@@ -77,6 +88,6 @@ def new_ticket(address: tuple[str, int], dp_rank: int, dp_size: int) -> Ticket:
 
 
 def params_of(ticket: Ticket, engine: dict[str, object] | None = None) -> dict[str, object]:
-    """Return the ticket, and what the engine says, as the frontend hands them on to a decode worker."""
+    """Return the ticket, and what the engine says, as the frontend hands them on to another worker."""
     written = {"host": ticket.host, "port": ticket.port, "room": ticket.room, "secret": ticket.secret.hex()}
     return {"ticket": written} if engine is None else {"ticket": written, "engine": engine}

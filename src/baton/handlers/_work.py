@@ -6,10 +6,8 @@ from baton.errors import ContextTooLong, InvalidRequest, Unsupported
 from baton.ports.engine import Capabilities, EngineInfo, Work
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
-from baton.protocol.media import Media, MediaUrl
+from baton.protocol.media import Media
 from baton.protocol.requests import GenerateRequest
-
-FETCHED = ("http://", "https://", "data:")
 
 
 def build_work(
@@ -19,6 +17,7 @@ def build_work(
     capabilities: Capabilities,
     trace_headers: Mapping[str, str],
     handoff: Handoff | None = None,
+    media: tuple[Media, ...] = (),
 ) -> Work:
     """Return the work for `request`. Raises InvalidRequest, ContextTooLong or Unsupported, naming the field."""
     for problem in _unsupported(request, capabilities):
@@ -27,7 +26,7 @@ def build_work(
     return Work(
         request_id=request_id,
         token_ids=request.token_ids,
-        media=_media(request),
+        media=media,
         max_tokens=_max_tokens(request, info.context_length),
         stop=request.stop,
         sampling=request.sampling,
@@ -40,20 +39,6 @@ def build_work(
         cache_salt=routing.cache_namespace if routing else None,
         trace_headers=trace_headers,
     )
-
-
-def _media(request: GenerateRequest) -> tuple[Media, ...]:
-    """Return the media of `request`, in its order. Raises InvalidRequest for a URL of a kind that is not fetched."""
-    found: list[Media] = []
-    for kind, items in (request.media or {}).items():
-        for number, item in enumerate(items):
-            place = f"multi_modal_data.{kind}[{number}]"
-            if item.url is None:
-                raise Unsupported(f"{place}: media that the frontend has decoded is not taken; send a URL")
-            if not item.url.startswith(FETCHED):
-                raise InvalidRequest(f"{place}: only {', '.join(FETCHED)} URLs are fetched")
-            found.append(MediaUrl(modality=kind.removesuffix("_url"), url=item.url))
-    return tuple(found)
 
 
 def _max_tokens(request: GenerateRequest, context_length: int) -> int:
@@ -85,9 +70,6 @@ def _unsupported(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
         yield "lora_name: this engine has no LoRA adapters"
     if request.routing is not None and (request.routing.dp_rank or 0) >= can.dp_size:
         yield f"dp_rank: this engine has {can.dp_size} ranks, and no rank {request.routing.dp_rank}"
-    for kind in request.media or ():
-        if kind.removesuffix("_url") not in can.modalities:
-            yield f"multi_modal_data.{kind}: this engine takes {', '.join(sorted(can.modalities))} only"
 
 
 def _unsupported_choice(request: GenerateRequest, can: Capabilities) -> Iterator[str]:

@@ -6,6 +6,7 @@ from contextlib import aclosing
 from baton.desk import Desk
 from baton.handlers._stream import relay
 from baton.handlers._work import build_work
+from baton.handlers.media import Intake
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Context
 from baton.protocol.outputs import Chunk, FinishReason, Usage
@@ -15,10 +16,11 @@ from baton.protocol.requests import GenerateRequest
 class AggregatedHandler:
     """Generates tokens from tokens on one engine."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk, intake: Intake | None = None) -> None:
         self._engine = engine
         self._info = info
         self._desk = desk
+        self._intake = intake or Intake()
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
@@ -27,7 +29,13 @@ class AggregatedHandler:
                 # The frontend asks so when it moves a request here that had made its last token elsewhere.
                 yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(call.prompt_tokens, 0))
                 return
-            work = build_work(request, call.request_id, self._info, self._engine.capabilities, context.trace_headers)
-            async with aclosing(relay(self._engine, work, call, self._desk.limits)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            can = self._engine.capabilities
+            media = await self._intake.admit(request, call, can)
+            try:
+                work = build_work(request, call.request_id, self._info, can, context.trace_headers, media=media.items)
+                async with aclosing(relay(self._engine, work, call, self._desk.limits)) as chunks:
+                    async for chunk in chunks:
+                        media.used()
+                        yield chunk
+            finally:
+                await media.close()

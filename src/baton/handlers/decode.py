@@ -10,6 +10,7 @@ from baton.errors import Unsupported
 from baton.handlers._stream import relay
 from baton.handlers._tickets import for_engine, ticket_of
 from baton.handlers._work import build_work
+from baton.handlers.media import Admitted, Intake
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Context
 from baton.ports.transfer import Borrower, Loan
@@ -21,16 +22,20 @@ from baton.protocol.requests import GenerateRequest
 class DecodeHandler:
     """Generates tokens on one engine, from KV of others; a request that comes without any is computed here."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk, borrower: Borrower) -> None:
+    def __init__(
+        self, engine: Engine, info: EngineInfo, desk: Desk, borrower: Borrower, intake: Intake | None = None
+    ) -> None:
         self._engine = engine
         self._info = info
         self._desk = desk
         self._borrower = borrower
+        self._intake = intake or Intake()
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
         ticket = ticket_of(request)
         kv: _Borrowing | _Claim | None = None
+        media = Admitted()
         try:
             with self._desk.open(context, len(request.token_ids)) as call:
                 if request.stop.max_tokens == 0:
@@ -45,11 +50,18 @@ class DecodeHandler:
                     )
                     handoff = Consume(source=await kv.source(request))
                 can = self._engine.capabilities
-                work = build_work(request, call.request_id, self._info, can, context.trace_headers, handoff)
+                if handoff is None or request.encoder_result is None:
+                    # Otherwise they are in the KV already, and the prefill worker has claimed them.
+                    media = await self._intake.admit(request, call, can)
+                work = build_work(
+                    request, call.request_id, self._info, can, context.trace_headers, handoff, media.items
+                )
                 async with aclosing(relay(self._engine, work, call, self._desk.limits, kv)) as chunks:
                     async for chunk in chunks:
+                        media.used()
                         yield chunk
         finally:
+            await media.close()
             if kv is not None and kv.loan is not None:
                 await kv.loan.close()
             elif ticket is not None:

@@ -5,8 +5,6 @@ Late hand-off: the request names no room; the first chunk carries a ticket of ou
 and the lease lives on by itself.
 """
 
-import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -14,9 +12,11 @@ import msgspec
 
 from baton.desk import Call, Desk
 from baton.errors import BatonError, Cancelled, PeerLost
+from baton.handlers._leases import Keeper
 from baton.handlers._stream import abort, relay
 from baton.handlers._tickets import new_ticket, params_of, ticket_from
 from baton.handlers._work import build_work
+from baton.handlers.media import Admitted, Intake
 from baton.ports.engine import Engine, EngineInfo, Work
 from baton.ports.runtime import Context
 from baton.ports.transfer import Lease, Lender
@@ -24,18 +24,19 @@ from baton.protocol.handoff import Bootstrap, Produce, Ticket
 from baton.protocol.outputs import Chunk, FinishReason, HandoffReady, KvComputed, Output, Usage
 from baton.protocol.requests import GenerateRequest
 
-log = logging.getLogger(__name__)
-
 
 class PrefillHandler:
     """Computes prompts on one engine, for others."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk, lender: Lender) -> None:
+    def __init__(
+        self, engine: Engine, info: EngineInfo, desk: Desk, lender: Lender, intake: Intake | None = None
+    ) -> None:
         self._engine = engine
         self._info = info
         self._desk = desk
         self._lender = lender
-        self._keepers: set[asyncio.Task[None]] = set()
+        self._intake = intake or Intake()
+        self._keeper = Keeper(engine, desk.limits.abort_s)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the room first and one token last. Raises the errors of `errors.py`; closing it aborts the prefill."""
@@ -43,11 +44,13 @@ class PrefillHandler:
         prompt = len(request.token_ids)
         try:
             with self._desk.open(context, prompt) as call:
-                work = self._work(request.for_prefill(), call, context, ticket)
-                chunks = self._lend_late(work, call) if ticket is None else self._lend_early(work, call, ticket)
-                async with aclosing(chunks):
-                    async for chunk in chunks:
-                        yield chunk
+                media = await self._intake.admit(request, call, self._engine.capabilities)
+                try:
+                    async with aclosing(self._lend(request, call, context, ticket, media)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
+                finally:
+                    await media.close()
         except (_NotWanted, _NotTaken):
             # The decode worker knows, or is gone, and the frontend acts on that. To fail here too would fail the next
             # attempt, which may be at this worker already.
@@ -57,7 +60,16 @@ class PrefillHandler:
                 self._lender.refuse(ticket, error)
             raise
 
-    async def _lend_early(self, work: Work, call: Call, ticket: Ticket) -> AsyncGenerator[Chunk, None]:
+    def _lend(
+        self, request: GenerateRequest, call: Call, context: Context, ticket: Ticket | None, media: Admitted
+    ) -> AsyncGenerator[Chunk, None]:
+        """Media that another worker holds stay on loan as long as the KV: the decode may need some of them too."""
+        work = self._work(request.for_prefill(), call, context, ticket, media)
+        if ticket is None:
+            return self._lend_late(work, call, media)
+        return self._lend_early(work, call, ticket, media)
+
+    async def _lend_early(self, work: Work, call: Call, ticket: Ticket, media: Admitted) -> AsyncGenerator[Chunk, None]:
         """The call lasts until the KV has been taken. What ends one of call and lease ends the other."""
         lending = _Early(self._lender, ticket, call)
         try:
@@ -68,6 +80,7 @@ class PrefillHandler:
                     else:
                         last = chunk
             await call.scope.wait(lending.taken())
+            media.used()
         except BaseException as error:
             lending.fail(error)
             raise
@@ -75,7 +88,7 @@ class PrefillHandler:
             await abort(self._engine, work.request_id, self._desk.limits.abort_s)
         yield _never_stop(last)
 
-    async def _lend_late(self, work: Work, call: Call) -> AsyncGenerator[Chunk, None]:
+    async def _lend_late(self, work: Work, call: Call, media: Admitted) -> AsyncGenerator[Chunk, None]:
         """The call ends with the prefill; the lease goes on, and frees the KV when it ends."""
         lending = _Late(self._lender, self._new_ticket(work), call)
         try:
@@ -87,22 +100,14 @@ class PrefillHandler:
             raise
         finally:
             if lending.lease is not None:
-                keeper = asyncio.create_task(self._keep(work, lending.lease))
-                self._keepers.add(keeper)
-                keeper.add_done_callback(self._keepers.discard)
+                self._keeper.keep(work.request_id, lending.lease, media.passed_on())
 
-    async def _keep(self, work: Work, lease: Lease) -> None:
-        try:
-            await lease.ended()
-        except BatonError as error:
-            log.info("%s was not handed over: %s", work.request_id, error.message)
-        finally:
-            await abort(self._engine, work.request_id, self._desk.limits.abort_s)
-
-    def _work(self, request: GenerateRequest, call: Call, context: Context, ticket: Ticket | None) -> Work:
+    def _work(
+        self, request: GenerateRequest, call: Call, context: Context, ticket: Ticket | None, media: Admitted
+    ) -> Work:
         can = self._engine.capabilities
         handoff = Produce(bootstrap=self._meeting(ticket) if ticket is not None else None)
-        work = build_work(request, call.request_id, self._info, can, context.trace_headers, handoff)
+        work = build_work(request, call.request_id, self._info, can, context.trace_headers, handoff, media.items)
         if ticket is None or can.dp_size == 1:
             return work
         return msgspec.structs.replace(work, dp_rank=ticket.room % can.dp_size)

@@ -35,16 +35,17 @@ def one_or_more(tokens: int | list[int] | None) -> tuple[int, ...]:
             return tuple(several)
 
 
-def resolve_model(model: str, cache_dir: Path) -> Path:
+def resolve_model(model: str, cache_dir: Path, weights: bool = True) -> Path:
     """Return the directory of `model`: a demo model, a directory, or a model of the Hugging Face hub, in this order.
 
-    Fetches what is not here, which may take minutes, and blocks meanwhile. Raises ConfigError, saying what to do.
+    Fetches what is not here, which may take minutes, and blocks meanwhile. Of a hub model without `weights` it is only
+    the small files. Raises ConfigError, saying what to do.
     """
     if model in DEMOS:
         return prepare_demo(DEMOS[model], cache_dir)
     directory = Path(model).expanduser()
     if not directory.is_dir() and is_hub_id(model):
-        directory = fetch_from_hub(model)
+        directory = fetch_from_hub(model, weights)
     elif not directory.is_dir():
         raise ConfigError(
             f"model directory {model!r} does not exist; give the path of a model directory, a Hugging Face id "
@@ -64,7 +65,11 @@ def read_config(directory: Path) -> ModelConfig:
     """Return the configuration of the model in `directory`. Raises ConfigError."""
     path = directory / "config.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ModelConfig)
+        read = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        # Of a model that also sees or hears, the part that generates text is a level down.
+        inner = read.get("text_config")
+        told = {name: value for name, value in read.items() if value is not None}
+        return msgspec.convert({**inner, **told} if isinstance(inner, dict) else read, ModelConfig)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
 

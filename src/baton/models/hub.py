@@ -7,7 +7,8 @@ from pathlib import Path
 from baton.errors import ConfigError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_FILES = (*_SMALL_FILES, "*.safetensors")
 
 
 def is_hub_id(model: str) -> bool:
@@ -15,7 +16,7 @@ def is_hub_id(model: str) -> bool:
     return _ID.fullmatch(model) is not None
 
 
-def fetch_from_hub(model: str) -> Path:
+def fetch_from_hub(model: str, weights: bool = True) -> Path:
     """Return the directory of a hub model, fetched if it is not in the hub's cache. Blocks. Raises ConfigError."""
     if not is_hub_id(model):
         raise ConfigError(f"{model!r} is no model id of the Hugging Face hub; those are owner/name")
@@ -31,7 +32,7 @@ def fetch_from_hub(model: str) -> Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(_FILES)))
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(_FILES if weights else _SMALL_FILES)))
     except errors.GatedRepoError:
         problem = "you have not been given access to it; ask for it on its page, and set HF_TOKEN"
     except errors.RepositoryNotFoundError:

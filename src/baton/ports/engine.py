@@ -15,7 +15,7 @@ from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import Reading
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
-from baton.protocol.media import Media
+from baton.protocol.media import Media, MediaFile
 from baton.protocol.outputs import Output
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 
@@ -37,6 +37,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     generate: bool = True
     embeddings: bool = False
     media_encoding: bool = False
+    media_handles: bool = False
     diffusion: bool = False
     modalities: frozenset[str] = frozenset({"text"})
     handoff: HandoffStyle = HandoffStyle.NONE
@@ -106,6 +107,21 @@ class EmbedWork(msgspec.Struct, frozen=True, kw_only=True):
     trace_headers: Mapping[str, str] = {}
 
 
+class EncodeWork(msgspec.Struct, frozen=True, kw_only=True):
+    """The media of one prompt to encode, in the order in which the prompt has places for them."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    media: tuple[MediaFile, ...]
+    trace_headers: Mapping[str, str] = {}
+
+
+class Encoded(msgspec.Struct, frozen=True, kw_only=True):
+    """Media that are encoded and held: what an engine that computes the prompt needs to read them, as plain JSON."""
+
+    params: dict[str, object]
+
+
 class Progress(msgspec.Struct, frozen=True, gc=False):
     """Whether the engine moves. `steps` grows with every step; work without growth is a stall."""
 
@@ -166,8 +182,9 @@ class Engine(Protocol):
     async def abort(self, request_id: RequestId) -> None:
         """Stop a request in any phase. Returns when the engine will no longer touch its memory.
 
-        KV that was lent is free again, and KV that is being fetched must have been given up before. Idempotent; an
-        unknown or finished id is no error. The stream ends with Cancelled unless it ended before.
+        KV that was lent is free again, media that were encoded are no longer held, and KV that is being fetched must
+        have been given up before. Idempotent; an unknown or finished id is no error. The stream ends with Cancelled
+        unless it ended before.
         """
 
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
@@ -175,6 +192,13 @@ class Engine(Protocol):
 
         Raises InvalidRequest for tokens the model does not have, Unsupported from an engine that does not embed,
         and EngineDead.
+        """
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        """Encode the media of a prompt, and hold them until `abort(work.request_id)`; its id is in use until then.
+
+        Cancelling the call takes the work back: nothing is held then. Raises InvalidRequest for media that cannot be
+        read or do not fit the prompt, Unsupported from an engine that does not encode, and EngineDead.
         """
 
     async def control(self, verb: Verb) -> Outcome:

@@ -121,8 +121,12 @@ class Runtime(Protocol):
         and then closes the handler's iterator.
         """
 
-    async def client(self, path: str) -> Client:
-        """Return a client for the instances of `path`."""
+    async def client(self, path: str, kv_block_size: int | None = None) -> Client:
+        """Return a client for the instances of `path`.
+
+        With `kv_block_size`, the size of the instances' KV blocks, calls that name no instance go where the beginning
+        of their `token_ids` is cached, as far as the instances tell; without, to one after the other.
+        """
 
     async def metrics(self) -> str:
         """Return the runtime's own metrics as Prometheus text; "" if it has none, or does not run."""

@@ -98,6 +98,9 @@ class Loan(Protocol):
     def cached_tokens(self) -> int | None:
         """How much of the prompt the lender had not to compute, once everything has arrived."""
 
+    async def claimed(self) -> None:
+        """Wait until the room is ours. Raises PeerLost, or the lender's own reason."""
+
     async def meeting(self) -> tuple[str, int]:
         """Wait until the room is ours; return where the engines meet that move KV by themselves. Raises PeerLost."""
 

@@ -114,6 +114,8 @@ def encode_chunk(chunk: Chunk) -> Wire:
         wire["disaggregated_params"] = chunk.disaggregated_params
     if chunk.prompt_logprobs is not None:
         wire["engine_data"] = {"prompt_logprobs": chunk.prompt_logprobs}
+    if chunk.encoder_result is not None:
+        wire["encoder_result"] = chunk.encoder_result
     return wire
 
 

@@ -18,11 +18,20 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a media item has either `Url` or `Decoded`")
 
 
-class MediaUrl(msgspec.Struct, frozen=True, kw_only=True, tag="url"):
-    """Media that the engine fetches and encodes itself. The worker's access policy has allowed it."""
+class MediaUrl(msgspec.Struct, frozen=True, kw_only=True):
+    """Media that a request names; `place` is where in the request. Whoever serves the request fetches it."""
 
     modality: str
     url: str
+    place: str
+
+
+class MediaFile(msgspec.Struct, frozen=True, kw_only=True, tag="file"):
+    """Media as it was fetched, under the worker's access policy: a PNG, an MP4, or what else the engine may read."""
+
+    modality: str
+    data: bytes
+    place: str = "media"
 
 
 class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding"):
@@ -35,4 +44,10 @@ class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding")
     grid: tuple[tuple[int, int, int], ...] = ()
 
 
-Media = MediaUrl | MediaEmbedding
+class MediaHandles(msgspec.Struct, frozen=True, kw_only=True, tag="handles"):
+    """Media of a whole prompt that an encode worker has encoded and holds. Only engines of its kind can read them."""
+
+    params: dict[str, object]
+
+
+Media = MediaFile | MediaEmbedding | MediaHandles

@@ -97,3 +97,4 @@ class Chunk(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[str, dict[str, float]] | None] | None = msgspec.field(
         default=None, name="engine_data.prompt_logprobs"
     )
+    encoder_result: dict[str, object] | None = None

@@ -13,6 +13,7 @@ pytest.register_assert_rewrite(
     "baton.testing.handoff_rules",
     "baton.testing.handoff_session",
     "baton.testing.runtime_contract",
+    "baton.testing.runtime_stage",
 )
 
 from baton.testing.bounded import eventually, measure_lag, run_bounded  # noqa: E402

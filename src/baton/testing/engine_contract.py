@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
-from baton.ports.engine import EmbedWork
+from baton.ports.engine import EmbedWork, EncodeWork
 from baton.protocol.control import Continue, Pause
 from baton.protocol.events import KvCleared, KvRemoved, KvStored
 from baton.protocol.ids import RequestId, new_request_id
@@ -463,6 +463,10 @@ class EngineContract(HandoffRules):
                 if not can.embeddings:
                     with pytest.raises(Unsupported):
                         await session.engine.embed(EmbedWork(request_id=new_request_id("contract"), inputs=((1,),)))
+                if not can.media_encoding:
+                    encoding = EncodeWork(request_id=new_request_id("contract"), token_ids=(1,), media=())
+                    with pytest.raises(Unsupported):
+                        await session.engine.encode(encoding)
                 for verb in beyond(can):
                     with pytest.raises(Unsupported):
                         await session.engine.control(verb)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from baton.errors import BatonError, Cancelled, EngineDead, Unsupported
-from baton.ports.engine import Capabilities, EmbedWork, Engine, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, Engine, EngineInfo, Progress, Work
 from baton.ports.observer import RequestRecord
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import Reading
@@ -114,6 +114,10 @@ class ScriptedEngine:
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
         """See `Engine.embed`."""
         raise Unsupported("the scripted engine does not embed")
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        """See `Engine.encode`."""
+        raise Unsupported("the scripted engine does not encode media")
 
     async def control(self, verb: Verb) -> Outcome:
         """See `Engine.control`."""

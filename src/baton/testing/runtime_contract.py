@@ -7,9 +7,8 @@ retryable error it was may be lost.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,19 +30,17 @@ from baton.errors import (
     ReaderStalled,
     Unsupported,
 )
-from baton.ports.runtime import Client, Context, Endpoint, ModelCard, Runtime, Service, Wire
+from baton.ports.runtime import Context, ModelCard, Service, Wire
 from baton.protocol.codec import DecodeError
 from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot
-from baton.testing.bounded import eventually, measure_lag, run_bounded
-
-Handle = Callable[[Wire, Context], AsyncGenerator[Wire, None]]
+from baton.testing.bounded import eventually, measure_lag
+from baton.testing.runtime_stage import PATH, RuntimeStage, Ticker, make_service
 
 INVALID = (InvalidRequest, ContextTooLong, Unsupported)
 RETRYABLE = (Overloaded, Paused, Draining, PeerLost, EngineStalled, EngineDead)
 FINAL = (Cancelled, DeadlineExceeded, ReaderStalled, EngineFailed)
 HARMLESS = (*INVALID, *FINAL, Overloaded, Paused, PeerLost)
 
-PATH = "contract.component.endpoint"
 CARD = ModelCard(
     name="contract",
     directory=str(MODEL_DIR),
@@ -56,69 +53,8 @@ CARD = ModelCard(
 )
 
 
-class Served:
-    """A handler that is served, with a client that has found it."""
-
-    def __init__(self, runtime: Runtime, endpoint: Endpoint, client: Client) -> None:
-        self.runtime = runtime
-        self.endpoint = endpoint
-        self.client = client
-
-    async def call(self, **request: object) -> list[Wire]:
-        """Return all replies to one call."""
-        async with aclosing(self.client.call(dict(request))) as replies:
-            return [reply async for reply in replies]
-
-    async def until_reachable(self) -> None:
-        """Wait for a call to be answered: news of an instance may take a moment to reach every part of a runtime."""
-        deadline = asyncio.get_running_loop().time() + 15.0
-        while True:
-            try:
-                await self.call()
-                return
-            except PeerLost:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise
-                await asyncio.sleep(0.01)
-
-
-class Ticker:
-    """A handler that replies for ever and notes how it ended."""
-
-    def __init__(self) -> None:
-        self.cancelled = asyncio.Event()
-        self.closed = asyncio.Event()
-        self.cancelled_when_closed = False
-
-    async def handle(self, request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
-        """Reply every 2 ms."""
-        context.on_cancel(self.cancelled.set)
-        number = 0
-        try:
-            while True:
-                yield {"number": number}
-                number += 1
-                await asyncio.sleep(0.002)
-        finally:
-            self.cancelled_when_closed = self.cancelled.is_set()
-            self.closed.set()
-
-
-class RuntimeContract:
+class RuntimeContract(RuntimeStage):
     """Subclass it in a test module, override `make_runtime`, and pytest checks the rules of `ports/runtime.py`."""
-
-    limit_s = 30.0
-    """The longest that one test may take."""
-
-    lag_limit_s = 2.0
-    """The longest that a stream may keep the event loop from turning. Generous: it tells blocked from slow."""
-
-    traces = True
-    """Whether a call without a parent begins a trace."""
-
-    def make_runtime(self) -> Runtime:
-        """Return a runtime that has not been started and that finds no endpoints of other tests."""
-        raise NotImplementedError("a runtime's contract test overrides make_runtime")
 
     # Calls
 
@@ -145,7 +81,7 @@ class RuntimeContract:
 
         self._run(body())
 
-    def test_requests_and_replies_pass_the_codec_of_the_service(self) -> None:
+    def test_requests_and_replies_pass_the_codec_of_themake_service(self) -> None:
         async def handle(number: int, context: Context) -> AsyncGenerator[int, None]:
             yield number + 1
 
@@ -191,7 +127,7 @@ class RuntimeContract:
 
         async def body() -> None:
             async with self._served(_echo) as served:
-                await served.runtime.serve("contract.other.endpoint", _service(other))
+                await served.runtime.serve("contract.other.endpoint", make_service(other))
                 client = await served.runtime.client("contract.other.endpoint")
                 await client.ready(5.0)
                 assert [reply async for reply in client.call({})] == [{"other": True}]
@@ -459,7 +395,7 @@ class RuntimeContract:
     def test_an_endpoint_can_be_withdrawn_as_soon_as_it_is_served(self) -> None:
         async def body() -> None:
             async with self._started() as runtime:
-                endpoint = await runtime.serve(PATH, _service(_echo))
+                endpoint = await runtime.serve(PATH, make_service(_echo))
                 await endpoint.withdraw()
                 client = await runtime.client(PATH)
                 await asyncio.sleep(0.1)
@@ -507,7 +443,7 @@ class RuntimeContract:
                 client = await runtime.client(PATH)
                 waiting = asyncio.create_task(client.ready(10.0))
                 await asyncio.sleep(0.05)
-                endpoint = await runtime.serve(PATH, _service(_echo))
+                endpoint = await runtime.serve(PATH, make_service(_echo))
                 assert await waiting == [endpoint.instance_id]
 
         self._run(body())
@@ -568,78 +504,9 @@ class RuntimeContract:
                 await served.runtime.shutdown()
                 await served.runtime.shutdown()
                 with pytest.raises(BatonError):
-                    await served.runtime.serve("contract.late.endpoint", _service(_echo))
+                    await served.runtime.serve("contract.late.endpoint", make_service(_echo))
 
         self._run(body())
-
-    # How it is done
-
-    def _run(self, body: Coroutine[Any, Any, None]) -> None:
-        run_bounded(body, self.limit_s)
-
-    def _failure(self, error: Exception, replies: int) -> BatonError:
-        """Return what reaches the caller when a handler raises `error` after some replies, which must arrive first."""
-
-        async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
-            for number in range(replies):
-                yield {"number": number}
-            raise error
-
-        async def body() -> BatonError:
-            async with self._served(handle) as served, aclosing(served.client.call({})) as call:
-                assert [(await anext(call))["number"] for _ in range(replies)] == list(range(replies))
-                with pytest.raises(BatonError) as caught:
-                    await anext(call)
-            return caught.value
-
-        return run_bounded(body(), self.limit_s)
-
-    @asynccontextmanager
-    async def _started(self) -> AsyncIterator[Runtime]:
-        runtime = self.make_runtime()
-        try:
-            await runtime.start()
-            yield runtime
-        finally:
-            await runtime.shutdown()
-
-    @asynccontextmanager
-    async def _served(self, handle: Handle) -> AsyncIterator[Served]:
-        async with self._started() as runtime:
-            endpoint = await runtime.serve(PATH, _service(handle))
-            client = await runtime.client(PATH)
-            await client.ready(5.0)
-            yield Served(runtime, endpoint, client)
-
-    @asynccontextmanager
-    async def _parent(self, runtime: Runtime) -> AsyncIterator[tuple[Context, Callable[[], Coroutine[Any, Any, None]]]]:
-        """The context of a call that runs, and a function that makes its caller leave."""
-        contexts: list[Context] = []
-        gone = asyncio.Event()
-
-        async def hold(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
-            contexts.append(context)
-            context.on_cancel(gone.set)
-            yield {}
-            await gone.wait()
-
-        await runtime.serve("contract.parent.endpoint", _service(hold))
-        client = await runtime.client("contract.parent.endpoint")
-        await client.ready(5.0)
-        call = client.call({})
-        await anext(call)
-        try:
-            yield contexts[0], call.aclose
-        finally:
-            await call.aclose()
-
-
-def _service(handle: Handle) -> Service[Wire, Wire]:
-    def decode(raw: object) -> Wire:
-        assert isinstance(raw, dict)
-        return raw
-
-    return Service(handle, decode, lambda reply: reply)
 
 
 async def _echo(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:

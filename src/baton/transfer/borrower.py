@@ -173,12 +173,16 @@ class KvLoan:
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._clean_up)
 
-    async def meeting(self) -> tuple[str, int]:
-        """See `Loan.meeting`."""
+    async def claimed(self) -> None:
+        """See `Loan.claimed`."""
         waited: list[asyncio.Future[Any]] = [self._accepted, self._task]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not self._accepted.done() or self._accepted.cancelled():  # cancelled with the task that waits for it
             raise self._error or PeerLost("the KV is not wanted any more")
+
+    async def meeting(self) -> tuple[str, int]:
+        """See `Loan.meeting`."""
+        await self.claimed()
         if (meeting := self._accepted.result().meeting) is None:
             raise PeerLost("the prefill worker does not say where the engines meet")
         return meeting

@@ -21,7 +21,7 @@ from baton.engines.sglang.compat import Dialect
 from baton.engines.sglang.params import Setting
 from baton.engines.sglang.requests import Requests
 from baton.errors import EngineDead, Unsupported
-from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
@@ -69,6 +69,9 @@ class SglangOnDouble:
 
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
         raise Unsupported("the double does not embed")
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        raise Unsupported("the double does not encode")
 
     async def control(self, verb: Verb) -> Outcome:
         raise Unsupported("the double takes no orders")

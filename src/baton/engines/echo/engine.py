@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold
 from baton.engines.echo.options import EchoOptions
+from baton.engines.echo.pictures import see, with_pictures
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
-from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import KvRemoved, KvStored, LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
@@ -126,6 +127,7 @@ class EchoEngine:
         self._ledger = BlockLedger(self._options.blocks)
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[RequestId, _Sequence] = {}
+        self._encoded: dict[RequestId, Encoded] = {}
         self._steps = 0
         self._steps_left = 0
         self._work = asyncio.Event()
@@ -137,7 +139,14 @@ class EchoEngine:
     @property
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
-        return Capabilities(max_logprobs=20, max_choices=16)
+        sees = self._options.media
+        return Capabilities(
+            media_encoding=sees,
+            media_handles=sees,
+            modalities=frozenset({"text", "image"} if sees else {"text"}),
+            max_logprobs=20,
+            max_choices=16,
+        )
 
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
@@ -156,9 +165,8 @@ class EchoEngine:
 
     def submit(self, work: Work) -> OutputStream:
         """See `Engine.submit`."""
-        if self._dead is not None or self._task is None:
-            raise self._dead or EngineDead("the engine is not running")
-        sequence = _Sequence(work, OutputStream(work.sampling.n or 1))
+        self._alive()
+        sequence = _Sequence(with_pictures(work) if work.media else work, OutputStream(work.sampling.n or 1))
         self._refuse_impossible(sequence)
         self._plant_fault(sequence)
         self._waiting.append(sequence)
@@ -167,6 +175,7 @@ class EchoEngine:
 
     async def abort(self, request_id: RequestId) -> None:
         """See `Engine.abort`."""
+        self._encoded.pop(request_id, None)
         for sequence in self._waiting:
             if sequence.work.request_id == request_id:
                 self._waiting.remove(sequence)
@@ -183,6 +192,19 @@ class EchoEngine:
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
         """See `Engine.embed`."""
         raise Unsupported("the echo engine does not embed")
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        """See `Engine.encode`."""
+        self._alive()
+        if not self._options.media:
+            raise Unsupported("the echo engine does not encode media; give it --echo-media")
+        if work.request_id in self._encoded:
+            raise InvalidRequest(f"request id {work.request_id} is in use")
+        sizes = await asyncio.to_thread(see, work.media)
+        self._alive()
+        encoded = self._encoded[work.request_id] = Encoded(params={"sizes": sizes})
+        self._steps += 1
+        return encoded
 
     async def control(self, verb: Verb) -> Outcome:
         """See `Engine.control`."""
@@ -216,6 +238,10 @@ class EchoEngine:
             await asyncio.wait([self._task])
             self._task = None
         self._die(EngineDead("the engine has stopped"))
+
+    def _alive(self) -> None:
+        if self._dead is not None or self._task is None:
+            raise self._dead or EngineDead("the engine is not running")
 
     def _refuse_impossible(self, sequence: _Sequence) -> None:
         prompt = sequence.work.token_ids

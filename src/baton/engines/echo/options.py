@@ -19,6 +19,9 @@ class EchoOptions(msgspec.Struct, frozen=True, kw_only=True):
     context: Annotated[int, Meta(ge=2, description="context length in tokens")] = 1_048_576
     blocks: Annotated[int, Meta(ge=1, description="KV blocks, of 16 tokens each")] = 131_072
     max_running: Annotated[int, Meta(ge=1, description="requests that run at once; others wait")] = 4096
+    media: Annotated[
+        bool, Meta(description="take images, encode them for others, and say how large they are; for tests")
+    ] = False
     faults: Annotated[
         bool, Meta(description="obey [[fail:N]], [[stall]], [[die]] and [[refuse]] in a prompt; for tests")
     ] = False

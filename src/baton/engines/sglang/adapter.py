@@ -35,7 +35,7 @@ from baton.engines.sglang.requests import Requests
 from baton.engines.sglang.rules import Part
 from baton.engines.sglang.warmup import warm_up
 from baton.errors import BatonError, ConfigError, ContextTooLong, EngineDead, InvalidRequest, Unsupported
-from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Produce
@@ -126,6 +126,10 @@ class SglangEngine:
         if self._part != "embed" or self._embedder is None:
             raise Unsupported(f"{self._name} generates; it does not embed")
         return await self._or_death(self._embedder.embed(work))
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        """See `Engine.encode`."""
+        raise Unsupported("the SGLang engine encodes media with the prompt that has them, not for others")
 
     async def control(self, verb: Verb) -> Outcome:
         """See `Engine.control`."""
@@ -338,8 +342,9 @@ class SglangEngine:
             raise Unsupported(f"{self._name} embeds; it does not generate")
         if not prompt:
             raise InvalidRequest("token_ids: the prompt is empty")
-        if not 0 <= min(prompt) <= (highest := max(prompt)) < facts.vocabulary:
-            raise InvalidRequest(f"token_ids: {highest} is not a token of this model; it has {facts.vocabulary}")
+        for token in (max(prompt), min(prompt)):
+            if not 0 <= token < facts.vocabulary:
+                raise InvalidRequest(f"token_ids: {token} is not a token of this model; it has {facts.vocabulary}")
         if len(prompt) > facts.longest_prompt or len(prompt) + work.max_tokens > facts.context:
             raise ContextTooLong(
                 f"a prompt of {len(prompt)} tokens and {work.max_tokens} more: this engine takes {facts.longest_prompt}"

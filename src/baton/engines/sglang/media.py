@@ -1,21 +1,23 @@
-"""Media of a request in SGLang's words: what it fetches and encodes itself, or what was encoded elsewhere."""
+"""Media of a request in SGLang's words: files that it encodes itself, or what was encoded elsewhere."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from baton.errors import InvalidRequest
-from baton.protocol.media import Media, MediaEmbedding, MediaUrl
+from baton.errors import InvalidRequest, Unsupported
+from baton.protocol.media import Media, MediaEmbedding, MediaFile, MediaHandles
 
 FIELDS = {"image": "image_data", "audio": "audio_data", "video": "video_data"}
 
 
 def media_fields(media: Sequence[Media]) -> dict[str, list[Any]]:
-    """Return the media as fields of SGLang's request, in order. Raises InvalidRequest."""
+    """Return the media as fields of SGLang's request, in order. Raises InvalidRequest or Unsupported."""
     fields: dict[str, list[Any]] = {}
     for item in media:
+        if isinstance(item, MediaHandles):
+            raise Unsupported("encoder_result: SGLang does not read what encode workers hold")
         if item.modality not in FIELDS:
             raise InvalidRequest(f"media: {item.modality} is none of {', '.join(FIELDS)}")
-        value = item.url if isinstance(item, MediaUrl) else _embedding(item)
+        value = item.data if isinstance(item, MediaFile) else _embedding(item)
         fields.setdefault(FIELDS[item.modality], []).append(value)
     for name, items in fields.items():
         if len(items) > 1 and any(isinstance(item, dict) for item in items):

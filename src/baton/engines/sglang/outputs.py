@@ -31,6 +31,7 @@ class Choice:
         self._index = index
         self._incremental = incremental
         self._cuts = cut_at(work)
+        self._is_plain = not self._cuts and work.output.logprobs is None
         self._seen = 0
 
     def read(self, chunk: Chunk) -> News:
@@ -43,6 +44,9 @@ class Choice:
         ids = chunk.get("output_ids") or []
         start = 0 if self._incremental else self._seen
         fresh = list(ids[start:])
+        if self._is_plain and finish is None:  # nearly always
+            self._seen += len(fresh)
+            return News(fresh)
         kept, cut = self._kept(fresh)
         end = self._cut_end(kept, meta) if cut else self._end(finish, meta)
         logprobs = self._logprobs(meta, start, len(kept))

@@ -6,14 +6,14 @@ import time
 from array import array
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import cast
 
 from baton.aside import aside
+from baton.engines.trtllm import health
 from baton.engines.trtllm.args import Tree, find, read_arguments
 from baton.engines.trtllm.arguments import DEFAULT_BATCH, KV_TAKEN_MS, dp_size, number, plan_arguments
 from baton.engines.trtllm.calls import Calls
 from baton.engines.trtllm.compat import Library, load
-from baton.engines.trtllm.foreign import Llm, Llm13, Result
+from baton.engines.trtllm.foreign import Llm, Result
 from baton.engines.trtllm.launch import context_of, make_llm, read_capacity
 from baton.engines.trtllm.loras import Loras
 from baton.engines.trtllm.metrics import EngineMetrics
@@ -23,10 +23,19 @@ from baton.engines.trtllm.params import GUIDES, MAX_CHOICES, MAX_LOGPROBS, Model
 from baton.engines.trtllm.polls import Item, Poll
 from baton.engines.trtllm.readings import Readings
 from baton.engines.trtllm.request import RunningRequest
-from baton.errors import BatonError, Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
+from baton.errors import BatonError, Cancelled, ConfigError, EngineDead, InvalidRequest, Unsupported
 from baton.models.defaults import read_defaults
 from baton.models.directory import ModelConfig, read_config
-from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, HandoffStyle, Progress, Work
+from baton.ports.engine import (
+    Capabilities,
+    EmbedWork,
+    Encoded,
+    EncodeWork,
+    EngineInfo,
+    HandoffStyle,
+    Progress,
+    Work,
+)
 from baton.protocol.control import ListLoras, LoadLora, Outcome, UnloadLora, Verb
 from baton.protocol.events import Reading
 from baton.protocol.handoff import Produce, Trial
@@ -38,8 +47,6 @@ log = logging.getLogger(__name__)
 
 PARTS = ("whole", "prefill", "decode")
 EVENTS_PACE_S = 0.02
-HEALTH_EVERY_S = 2.0
-HEALTH_LIMIT_S = 30.0
 FIRST_ANSWER_S = 120.0
 ABORT_S = 5.0
 SHUTDOWN_S = 60.0
@@ -62,7 +69,7 @@ class TrtllmEngine:
         library: Library | None = None,
     ) -> None:
         if part not in PARTS:
-            raise ConfigError(f"the TensorRT-LLM engine cannot {part} yet; it can be: {', '.join(PARTS)}")
+            raise ConfigError(f"this engine of TensorRT-LLM cannot {part}; it can be: {', '.join(PARTS)}")
         self._options = options
         self._tree = plan_arguments(options, read_arguments(args), model_dir, part)
         self._model_dir = model_dir
@@ -88,6 +95,7 @@ class TrtllmEngine:
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
         return Capabilities(
+            media_handles=self._options.backend == "pytorch",  # autodeploy encodes for itself
             handoff=HandoffStyle.NONE if self._part == "whole" else HandoffStyle.LATE,
             max_logprobs=MAX_LOGPROBS,
             prompt_logprobs=self._part == "whole",  # who only decodes has not computed the prompt
@@ -159,6 +167,10 @@ class TrtllmEngine:
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
         """See `Engine.embed`."""
         raise Unsupported(f"{self._name} generates text; it does not embed")
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        """See `Engine.encode`."""
+        raise Unsupported(f"{self._name} generates text; the role encode has an engine of its own")
 
     async def control(self, verb: Verb) -> Outcome:
         """See `Engine.control`."""
@@ -282,32 +294,8 @@ class TrtllmEngine:
             self._polls.append(Poll("KV events", ask, self._readings.take_events, EVENTS_PACE_S))
         for poll in self._polls:
             poll.start()
-        self._watching = asyncio.create_task(self._watch_health(llm), name="trtllm-health")
-
-    async def _watch_health(self, llm: Llm) -> None:
-        """Ask whether the engine lives, off the loop; no answer is an answer."""
-        while self._dead is None:
-            await asyncio.sleep(HEALTH_EVERY_S)
-            try:
-                lives = await asyncio.wait_for(aside("trtllm-health", lambda: self._lives(llm)), HEALTH_LIMIT_S)
-                problem = None if lives else "it says so itself"
-            except TimeoutError:
-                problem = f"it does not answer within {HEALTH_LIMIT_S:g} s"
-            except Exception as error:  # noqa: BLE001 - what cannot tell whether it lives does not
-                problem = repr(error)
-            if problem is not None:
-                self._die(EngineDead(f"TensorRT-LLM is not healthy: {problem}"))
-
-    def _lives(self, llm: Llm) -> bool:
-        """May block."""
         assert self._library is not None
-        if self._library.features.health_check:
-            return cast(Llm13, llm)._check_health()
-        return self._accepts(llm)
-
-    def _accepts(self, llm: Llm | None) -> bool:
-        """Whether the engine takes work, as far as this process knows. Never blocks."""
-        return llm is not None and llm._executor is not None and not llm._executor.is_shutdown()
+        self._watching = asyncio.create_task(health.watch(llm, self._library, self._die), name="trtllm-health")
 
     def _take_stats(self, stats: list[Item]) -> None:
         if self._readings is not None and self._metrics is not None:
@@ -335,12 +323,10 @@ class TrtllmEngine:
     def _translate(self, error: Exception) -> BatonError:
         """Return what an error of the library means; one that means the end of the engine ends it for all."""
         assert self._library is not None
-        if isinstance(error, self._library.request_error):
-            return EngineFailed(str(error))
-        gone = self._library.engine_dead_error
-        if self._dead is None and ((gone is not None and isinstance(error, gone)) or not self._accepts(self._llm)):
-            self._die(EngineDead(f"TensorRT-LLM has died: {error!r}"))
-        return self._dead or EngineFailed(f"TensorRT-LLM failed the request: {error!r}")
+        meant = health.meaning(error, self._llm, self._library)
+        if self._dead is None and isinstance(meant, EngineDead):
+            self._die(meant)
+        return meant if self._dead is None or isinstance(error, self._library.request_error) else self._dead
 
     def _ended(self, request: RunningRequest) -> None:
         """Its last result has come, or there will be none."""

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 KV_TAKEN_MS = 60_000
 DEFAULT_BATCH = 2048
 DEFAULT_STEP_TOKENS = 8192
+DEFAULT_ENCODINGS = 8
 
 # What autodeploy has ways of its own for.
 NOT_AUTODEPLOY = (
@@ -35,7 +36,7 @@ NOT_AUTODEPLOY = (
 _OURS = {
     "model": "use --model of Baton",
     "backend": "use --trtllm-backend of Baton",
-    "mm_encoder_only": "an engine that only encodes media does not generate",
+    "mm_encoder_only": "an engine that only encodes media does not generate; use --role encode of Baton",
     "encode_only": "an engine that only encodes does not generate",
 }
 
@@ -85,6 +86,21 @@ def build_arguments(library: Library, options: TrtllmOptions, tree: Tree) -> Tre
     return arguments
 
 
+def plan_encoder_arguments(options: TrtllmOptions, asked: Tree, model_dir: Path) -> Tree:
+    """Return the arguments of an encoder as a tree. Needs no library. Raises ConfigError."""
+    if options.backend != "pytorch":
+        raise ConfigError(f"--trtllm-backend {options.backend} encodes media with the prompt, and not for others")
+    _refuse_ours(asked)
+    given = {name: value for name, value in asked.items() if value is not None}
+    return {"model": str(model_dir), "max_batch_size": DEFAULT_ENCODINGS, **given}
+
+
+def build_encoder_arguments(library: Library, tree: Tree) -> Tree:
+    """Return what the library's encoder is made with. Raises ConfigError, naming an argument that it has not."""
+    _refuse_unknown(tree, library.arguments, "", library.features.version)
+    return tree
+
+
 def dp_size(tree: Tree) -> int:
     """Return over how many ranks attention is spread, each with a KV cache of its own."""
     return number(tree, "tensor_parallel_size", 1) if tree.get("enable_attention_dp") else 1
@@ -98,10 +114,14 @@ def number(tree: Tree, name: str, default: int) -> int:
     return value
 
 
-def _refuse_conflicts(asked: Tree, part: str) -> None:
+def _refuse_ours(asked: Tree) -> None:
     for name, remedy in _OURS.items():
         if asked.get(name):
             raise ConfigError(f"{name} cannot be given to TensorRT-LLM here: {remedy}")
+
+
+def _refuse_conflicts(asked: Tree, part: str) -> None:
+    _refuse_ours(asked)
     if asked.get("enable_iter_perf_stats") is False:
         raise ConfigError("enable_iter_perf_stats: Baton reads the engine's load from them; leave it out")
     if asked.get("num_postprocess_workers"):

@@ -5,7 +5,8 @@ import secrets
 
 from baton.engines.trtllm import handoff
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import DisaggregatedFields13, GenerateFields13
+from baton.engines.trtllm.foreign import BothFields, DisaggregatedFields13, GenerateFields13, PromptFields
+from baton.engines.trtllm.handles import Handles, fields_of, handles_of
 from baton.engines.trtllm.loras import Loras
 from baton.engines.trtllm.params import Model, engine_choices, engine_priority, sampling_params
 from baton.errors import ContextTooLong, InvalidRequest, Unsupported
@@ -51,13 +52,14 @@ class Calls:
 
     def fields(self, work: Work) -> GenerateFields13:
         """Return the keywords of the call. Raises InvalidRequest or Unsupported, naming the field."""
+        handles = handles_of(work)
         fields = GenerateFields13(
-            inputs={"prompt_token_ids": list(work.token_ids)},
+            inputs=_prompt(work, handles),
             sampling_params=sampling_params(work, self._model, self._library),
             streaming=not isinstance(work.handoff, Produce),
         )
-        if work.handoff is not None and self._hands_over:
-            fields["disaggregated_params"] = self._disaggregated(work.handoff)
+        if (work.handoff is not None and self._hands_over) or handles is not None:
+            fields["disaggregated_params"] = self._disaggregated(work.handoff, handles)
         if work.dp_rank is not None:
             fields["scheduling_params"] = self._library.scheduling_params(
                 attention_dp_rank=work.dp_rank, attention_dp_relax=False
@@ -75,10 +77,11 @@ class Calls:
             log.warning("%s TensorRT-LLM 1.2 has no priorities; they count for the router only", work.request_id)
         return fields
 
-    def _disaggregated(self, asked: Produce | Consume | Trial) -> object:
+    def _disaggregated(self, asked: Produce | Consume | Trial | None, handles: Handles | None) -> object:
+        fields = fields_of(handles) if handles is not None else DisaggregatedFields13()
         match asked:
             case Produce():
-                fields = DisaggregatedFields13(request_type=handoff.CONTEXT_ONLY)
+                fields["request_type"] = handoff.CONTEXT_ONLY
                 if (new_id := self._library.new_handoff_id) is not None:
                     fields["disagg_request_id"] = new_id(node_id=self._node, process_id=self._process)
                 return self._library.disaggregated_params(**fields)
@@ -86,5 +89,17 @@ class Calls:
                 return handoff.decode(sent, self._library)
             case Consume():
                 raise Unsupported("bootstrap_info: TensorRT-LLM hands KV over after the prefill, in prefill_result")
-            case Trial():
-                return self._library.disaggregated_params(request_type=handoff.WHOLE)
+            case Trial() | None:
+                fields["request_type"] = handoff.WHOLE
+                return self._library.disaggregated_params(**fields)
+
+
+def _prompt(work: Work, handles: Handles | None) -> PromptFields:
+    """Return the prompt as the engine is to read it."""
+    match work.handoff:
+        case Consume(source=PrefillResult(disaggregated_params=sent)):
+            # With images the prefill's prompt is longer than the client's, and the KV is that of the prefill's.
+            return {"prompt_token_ids": handoff.prompt_of(sent) or list(work.token_ids)}
+    if handles is None:
+        return {"prompt_token_ids": list(work.token_ids)}
+    return BothFields(prompt=handles.prompt, prompt_token_ids=list(work.token_ids))

@@ -13,6 +13,7 @@ from baton.engines.trtllm.foreign import (
     Make,
     MakeCollector,
     MakeDisaggregated,
+    MakeEncoder,
     MakeGuided,
     MakeId13,
     MakeLlm,
@@ -20,6 +21,7 @@ from baton.engines.trtllm.foreign import (
     MakeLora,
     MakeSampling,
     MakeScheduling,
+    SharedTensors,
 )
 from baton.errors import ConfigError
 
@@ -41,6 +43,8 @@ PATHS = {
     "logprob": "executor.result.Logprob",
     "request_error": "executor.utils.RequestError",
     "metrics_collector": "metrics.collector.MetricsCollector",
+    "encoder": "llmapi.mm_encoder.MultimodalEncoder",
+    "shared_tensors": "_torch.shared_tensor.shared_tensor.SharedTensorContainer",
 }
 PATHS_13 = {
     "engine_dead_error": "executor.utils.EngineDeadError",
@@ -79,6 +83,8 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     logprob: MakeLogprob
     request_error: type[Exception]
     metrics_collector: MakeCollector
+    encoder: Callable[[], MakeEncoder]
+    shared_tensors: Callable[[], SharedTensors]
     engine_dead_error: type[Exception] | None
     new_handoff_id: MakeId13 | None
     tensor: Callable[[list[float]], object]
@@ -115,8 +121,8 @@ def load() -> Library:
             f"TensorRT-LLM cannot be imported: {error}; it needs an NVIDIA GPU: pip install 'baton-serve[trtllm]'"
         ) from error
     features = features_of(str(root.__version__))
-    # Autodeploy brings in much that the other engine does not need, so it waits until it is asked for.
-    late = ("autodeploy_llm", "autodeploy_arguments")
+    # They bring in much that the usual engine does not need, so they wait until they are asked for.
+    late = ("autodeploy_llm", "autodeploy_arguments", "encoder", "shared_tensors")
     fetched = {name: _fetch(path) for name, path in PATHS.items() if name not in late}
     fetched |= {name: _fetch(path) if features.handoff_ids else None for name, path in PATHS_13.items()}
     fetched |= {name: functools.partial(_fetch, PATHS[name]) for name in late}

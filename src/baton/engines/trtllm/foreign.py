@@ -13,6 +13,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "CompletionOutput": ("executor.result.CompletionOutput",),
     "Result": ("llmapi.llm.RequestOutput", "executor.result.GenerationResult", "executor.result.GenerationResultBase"),
     "Executor": ("executor.executor.GenerationExecutor",),
+    "Living": ("llmapi.llm.BaseLLM",),
     "Llm": ("llmapi.llm.BaseLLM",),
     "MetricsCollector": ("metrics.collector.MetricsCollector",),
     "SamplingFields": ("sampling_params.SamplingParams",),
@@ -22,6 +23,18 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "LoraFields": ("executor.request.LoRARequest",),
     "GenerateFields": ("llmapi.llm.BaseLLM.generate_async",),
     "PromptFields": ("inputs.data.TokensPrompt",),
+    "TextFields": ("inputs.data.TextPrompt",),
+    "BothFields": ("inputs.data.TokensPrompt",),
+    "PictureFields": ("inputs.data.TokensPrompt",),
+    "EncodeFields": ("llmapi.mm_encoder.MultimodalEncoder.generate_async",),
+    "Encoder": ("llmapi.mm_encoder.MultimodalEncoder",),
+    "EncodeResult": (
+        "llmapi.llm.RequestOutput",
+        "executor.result.GenerationResult",
+        "executor.result.GenerationResultBase",
+    ),
+    "SharedTensor": ("_torch.shared_tensor.shared_tensor.SharedTensorContainer",),
+    "SharedTensors": ("_torch.shared_tensor.shared_tensor.SharedTensorContainer",),
     "MakeLogprob": ("executor.result.Logprob",),
     "MakeCollector": ("metrics.collector.MetricsCollector",),
     "MakeId13": ("llmapi.disagg_utils.get_global_disagg_request_id",),
@@ -38,13 +51,20 @@ class Logprob(Protocol):
 TokenLogprob = Mapping[int, Logprob] | float | None
 
 
+Handle = dict[str, object]  # where a tensor lies that other processes can read, as plain JSON
+
+
 class DisaggregatedParams(Protocol):
-    """What a prefill tells a decode."""
+    """What a prefill tells a decode, and an encoder a prefill."""
 
     first_gen_tokens: list[int] | None
     ctx_request_id: int | None
     opaque_state: bytes | None
     draft_tokens: list[int] | None
+    multimodal_embedding_handles: list[Handle] | None
+    multimodal_hashes: list[list[int]] | None
+    mrope_position_ids_handle: Handle | None
+    mrope_position_deltas_handle: Handle | None
 
 
 class DisaggregatedParams13(DisaggregatedParams, Protocol):
@@ -81,6 +101,10 @@ class Result(Protocol):
         """Every choice."""
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as the engine computes it, with a token for each piece of an image."""
+
+    @property
     def finished(self) -> bool:
         """Whether no step follows."""
 
@@ -88,6 +112,18 @@ class Result(Protocol):
         """Ask the engine to end it; a last step tells that it has."""
 
     def __aiter__(self) -> AsyncIterator["Result"]: ...
+
+
+class EncodeResult(Protocol):
+    """One request of an encoder. What the handles name is held at least as long as this object is."""
+
+    disaggregated_params: DisaggregatedParams | None
+
+    def abort(self) -> None:
+        """Ask the engine to end it. Any thread."""
+
+    def result(self) -> object:
+        """Block until it has ended."""
 
 
 class Executor(Protocol):
@@ -147,6 +183,10 @@ class DisaggregatedFields(TypedDict, total=False):
     ctx_request_id: int | None
     opaque_state: bytes | None
     draft_tokens: list[int] | None
+    multimodal_embedding_handles: list[Handle] | None
+    multimodal_hashes: list[list[int]] | None
+    mrope_position_ids_handle: Handle | None
+    mrope_position_deltas_handle: Handle | None
 
 
 class DisaggregatedFields13(DisaggregatedFields, total=False):
@@ -181,6 +221,29 @@ class PromptFields(TypedDict):
     prompt_token_ids: list[int]
 
 
+class TextFields(TypedDict, total=False):
+    """A prompt of text."""
+
+    prompt: str
+
+
+class BothFields(PromptFields, TextFields):
+    """A prompt as tokens and as text. Where images stand in it is read from the text."""
+
+
+class PictureFields(PromptFields):
+    """A prompt of tokens, with images."""
+
+    multi_modal_data: Mapping[str, Sequence[object]]
+    mm_processor_kwargs: Mapping[str, object]
+
+
+class EncodeFields(TypedDict):
+    """Keywords of an encoder's `generate_async`."""
+
+    inputs: PictureFields
+
+
 class GenerateFields(TypedDict, total=False):
     """Keywords of `generate_async`. By keyword always: versions put new ones between old ones."""
 
@@ -200,10 +263,24 @@ class GenerateFields13(GenerateFields, total=False):
     priority: float
 
 
-class Llm(Protocol):
-    """The library's engine."""
+class Living(Protocol):
+    """An engine or an encoder, as far as it lives."""
 
     _executor: Executor | None
+
+    def shutdown(self) -> None:
+        """End everything; blocks."""
+
+
+class Living13(Living, Protocol):
+    """The same since 1.3."""
+
+    def _check_health(self) -> bool:
+        """Return whether it lives; blocks."""
+
+
+class Llm(Living, Protocol):
+    """The library's engine."""
 
     def generate_async(self, **fields: Unpack[GenerateFields13]) -> Result:
         """Take a request in. Not a coroutine; called on the event loop that will read the result."""
@@ -214,9 +291,6 @@ class Llm(Protocol):
     def get_kv_cache_events(self, timeout: float) -> list[dict[str, object]]:
         """Return the KV events since the last call; blocks up to `timeout` seconds."""
 
-    def shutdown(self) -> None:
-        """End everything; blocks."""
-
 
 class Llm13(Llm, Protocol):
     """The library's engine since 1.3."""
@@ -224,8 +298,26 @@ class Llm13(Llm, Protocol):
     def get_kv_cache_capacity(self) -> dict[str, int]:
         """Return the size of the cache; blocks."""
 
-    def _check_health(self) -> bool:
-        """Return whether the engine lives; blocks."""
+
+class Encoder(Living, Protocol):
+    """The library's encoder of media."""
+
+    def generate_async(self, **fields: Unpack[EncodeFields]) -> EncodeResult:
+        """Cut the images into pieces, which takes its time, and have them encoded."""
+
+
+class SharedTensor(Protocol):
+    """A tensor of another process."""
+
+    def get_local_view(self) -> object:
+        """Open it. When what this returns is gone, the owner knows that one reader has done with it."""
+
+
+class SharedTensors(Protocol):
+    """The class of those."""
+
+    def from_dict(self, tensor_info: Handle) -> SharedTensor:
+        """Return the tensor that a handle names."""
 
 
 class MetricsCollector(Protocol):
@@ -273,6 +365,12 @@ class MakeLlm(Protocol):
     """The engine itself: pydantic checks its arguments."""
 
     def __call__(self, **fields: object) -> Llm: ...
+
+
+class MakeEncoder(Protocol):
+    """The encoder: pydantic checks its arguments."""
+
+    def __call__(self, **fields: object) -> Encoder: ...
 
 
 class MakeSampling(Protocol):

@@ -1,7 +1,9 @@
 """What a prefill hands to a decode, as plain JSON: bytes as base64, log-probabilities as lists. Pure.
 
-The keys are the library's own names. JSON has no numbers as keys, so the log-probabilities of a position are a list of
-{token_id, logprob, rank}.
+The keys are the library's own names, and `prompt_token_ids`, the prompt as the prefill has computed it, if that is not
+the client's: with images it is longer. Where the embeddings of those are is not told: the decode has them in the KV,
+and its engine refuses to hear of them. JSON has no numbers as keys, so the log-probabilities of a position are a list
+of {token_id, logprob, rank}.
 """
 
 import base64
@@ -17,9 +19,11 @@ from baton.engines.trtllm.foreign import (
     DisaggregatedFields13,
     DisaggregatedParams,
     DisaggregatedParams13,
+    Handle,
     Logprob,
     TokenLogprob,
 )
+from baton.engines.trtllm.handles import Handles
 from baton.errors import EngineFailed, InvalidRequest
 
 CONTEXT_ONLY = "context_only"
@@ -46,6 +50,10 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ctx_request_id: Id | None = None
     opaque_state: str | None = None
     draft_tokens: list[int] | None = None
+    prompt_token_ids: list[Id] | None = None
+    multimodal_hashes: list[list[int]] | None = None
+    mrope_position_ids_handle: Handle | None = None
+    mrope_position_deltas_handle: Handle | None = None
     first_gen_log_probs: list[list[_Entry]] | None = None
     disagg_request_id: Id | None = None
     ctx_dp_rank: Annotated[int, Meta(ge=0)] | None = None
@@ -57,8 +65,13 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 _SINCE_13 = ("first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint", "schedule_style")
 
 
-def encode(params: DisaggregatedParams | None, library: Library) -> dict[str, object]:
-    """Return what to send to the decode. Raises EngineFailed when the prefill has told nothing that could be taken."""
+def encode(
+    params: DisaggregatedParams | None, library: Library, media: tuple[Handles, list[int]] | None = None
+) -> dict[str, object]:
+    """Return what to send to the decode. Raises EngineFailed when the prefill has told nothing that could be taken.
+
+    `media` is for a prompt that came with handles: those, and the prompt as it was computed.
+    """
     if params is None or params.opaque_state is None:
         raise EngineFailed("the prefill ended without saying where its KV is")
     wire = _Params(
@@ -68,6 +81,15 @@ def encode(params: DisaggregatedParams | None, library: Library) -> dict[str, ob
         opaque_state=base64.b64encode(params.opaque_state).decode(),
         draft_tokens=params.draft_tokens,
     )
+    if media is not None:
+        handles, prompt = media
+        wire = msgspec.structs.replace(
+            wire,
+            prompt_token_ids=list(prompt),
+            multimodal_hashes=params.multimodal_hashes or handles.multimodal_hashes,
+            mrope_position_ids_handle=params.mrope_position_ids_handle or handles.mrope_position_ids_handle,
+            mrope_position_deltas_handle=params.mrope_position_deltas_handle or handles.mrope_position_deltas_handle,
+        )
     if library.features.handoff_ids:
         new = cast(DisaggregatedParams13, params)
         wire = msgspec.structs.replace(
@@ -85,16 +107,16 @@ def encode(params: DisaggregatedParams | None, library: Library) -> dict[str, ob
 
 def decode(sent: Mapping[str, object], library: Library) -> object:
     """Return the library's parameters for going on from what was sent. Raises InvalidRequest, naming the field."""
-    try:
-        wire = msgspec.convert({key: value for key, value in sent.items() if key not in _NOT_OURS}, _Params)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"prefill_result.disaggregated_params: {error}") from None
+    wire = _read(sent)
     fields = DisaggregatedFields13(
         request_type=GENERATION_ONLY,
         first_gen_tokens=wire.first_gen_tokens,
         ctx_request_id=wire.ctx_request_id,
         opaque_state=_bytes(wire.opaque_state),
         draft_tokens=wire.draft_tokens,
+        multimodal_hashes=wire.multimodal_hashes,
+        mrope_position_ids_handle=wire.mrope_position_ids_handle,
+        mrope_position_deltas_handle=wire.mrope_position_deltas_handle,
     )
     if library.features.handoff_ids:
         fields["first_gen_log_probs"] = _rebuilt(wire, library)
@@ -110,6 +132,18 @@ def decode(sent: Mapping[str, object], library: Library) -> object:
             f"prefill_result.disaggregated_params.{told[0]}: the prefill runs TensorRT-LLM 1.3 and this decode 1.2"
         )
     return library.disaggregated_params(**fields)
+
+
+def prompt_of(sent: Mapping[str, object]) -> list[int] | None:
+    """Return the prompt as the prefill has computed it, if it says so. Raises InvalidRequest."""
+    return _read(sent).prompt_token_ids
+
+
+def _read(sent: Mapping[str, object]) -> _Params:
+    try:
+        return msgspec.convert({key: value for key, value in sent.items() if key not in _NOT_OURS}, _Params)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"prefill_result.disaggregated_params: {error}") from None
 
 
 def _flat(params: DisaggregatedParams13) -> list[list[_Entry]] | None:

@@ -2,13 +2,14 @@
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from baton.engines.trtllm.args import Tree
 from baton.engines.trtllm.arguments import DEFAULT_STEP_TOKENS, build_arguments, number
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import Llm, Llm13
+from baton.engines.trtllm.foreign import Encoder, Llm, Llm13
 from baton.engines.trtllm.options import TrtllmOptions
 from baton.engines.trtllm.readings import kv_capacity
 from baton.errors import ConfigError, EngineDead
@@ -17,13 +18,28 @@ log = logging.getLogger(__name__)
 
 CAPACITY_S = 60.0
 
+T = TypeVar("T")
+
 
 def make_llm(library: Library, options: TrtllmOptions, tree: Tree) -> Llm:
     """Load the model; minutes. Raises ConfigError or EngineDead."""
+    _refuse_without_gpu(library)
+    arguments = build_arguments(library, options, tree)
+    return _made(library.llm if options.backend == "pytorch" else library.autodeploy_llm(), arguments)
+
+
+def make_encoder(library: Library, arguments: Tree) -> Encoder:
+    """Load the part of a model that encodes media; minutes. Raises ConfigError or EngineDead."""
+    _refuse_without_gpu(library)
+    return _made(library.encoder(), arguments)
+
+
+def _refuse_without_gpu(library: Library) -> None:
     if library.gpu_count() == 0:
         raise ConfigError("TensorRT-LLM needs an NVIDIA GPU, and this machine shows none (nvidia-smi tells more)")
-    arguments = build_arguments(library, options, tree)
-    make = library.llm if options.backend == "pytorch" else library.autodeploy_llm()
+
+
+def _made(make: Callable[..., T], arguments: Tree) -> T:
     try:
         return make(**arguments)
     except (ValueError, TypeError) as error:  # pydantic's, which says which argument and why

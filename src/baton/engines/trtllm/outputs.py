@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from baton.engines.trtllm import handoff
 from baton.engines.trtllm.compat import Library
 from baton.engines.trtllm.foreign import CompletionOutput, Result, TokenLogprob
+from baton.engines.trtllm.handles import handles_of
 from baton.errors import EngineFailed
 from baton.ports.engine import Work
 from baton.protocol.handoff import Produce
@@ -28,6 +29,7 @@ class ResultReader:
         self._work = work
         self._stream = stream
         self._library = library
+        self._handles = handles_of(work)
         self._told: dict[int, int] = {}
         self._ended: set[int] = set()
         # The engine computes greedy choices once, for they are all the same.
@@ -37,7 +39,8 @@ class ResultReader:
         """Tell what is new in `result`. Raises EngineFailed when it makes no sense."""
         outputs = result.outputs
         if isinstance(self._work.handoff, Produce) and result.finished and outputs:
-            self._stream.hand_off(handoff.encode(outputs[0].disaggregated_params, self._library))
+            media = (self._handles, result.prompt_token_ids) if self._handles is not None else None
+            self._stream.hand_off(handoff.encode(outputs[0].disaggregated_params, self._library, media))
         for output in outputs:
             for index in self._copies if len(outputs) == 1 else (output.index,):
                 self._take_choice(output, index, result)

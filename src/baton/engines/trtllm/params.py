@@ -11,6 +11,7 @@ from baton.engines.trtllm.foreign import GuidedFields, SamplingFields13
 from baton.errors import InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults
 from baton.ports.engine import Work
+from baton.protocol.media import MediaHandles
 from baton.protocol.requests import GuidedDecoding, Sampling
 
 MAX_LOGPROBS = 20
@@ -86,8 +87,8 @@ def _refuse(work: Work) -> None:
         raise Unsupported("use_beam_search: this engine has no beam search")
     if sampling.best_of not in (None, 1, sampling.n or 1):
         raise Unsupported("best_of: this engine does not rank candidates")
-    if work.media:
-        raise Unsupported("multi_modal_data: this engine takes text only")
+    if not all(isinstance(item, MediaHandles) for item in work.media):
+        raise Unsupported("multi_modal_data: this engine takes media from encode workers only")
 
 
 def _stops(work: Work) -> SamplingFields13:

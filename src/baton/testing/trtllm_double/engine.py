@@ -191,7 +191,8 @@ class DoubleEngine:
         seed = request.sampling.seed
         if request.kind == "generation_only":
             lent = self._world.take(request.params.opaque_state)
-            if lent is None or request.params.first_gen_tokens != [lent.first]:
+            fits = lent is not None and lent.prompt_tokens == len(request.prompt)
+            if lent is None or not fits or request.params.first_gen_tokens != [lent.first]:
                 error = self._make.request_error("the KV of the context phase cannot be fetched")
                 request.result.feed([Response(error=error)])
                 return False
@@ -250,7 +251,7 @@ class DoubleEngine:
         state = after_all(START, request.prompt)
         if response.reason == "length":
             response.reason = "not_finished"
-        request.lent = self._world.lend(state, token, self._keep_s)
+        request.lent = self._world.lend(state, len(request.prompt), token, self._keep_s)
         logprobs = [response.logprobs[0]] if response.logprobs else None
         response.params = self._make.handed_over(request, request.lent, token, logprobs)
 

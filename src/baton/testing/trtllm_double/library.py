@@ -12,6 +12,7 @@ from baton.engines.trtllm.compat import Library, features_of
 from baton.models.directory import read_config
 from baton.testing.facts import Bound, NotInFacts, VersionFacts, fact_class, load_facts
 from baton.testing.trtllm_double.cache import BlockCache
+from baton.testing.trtllm_double.encoder import EncoderState, SharedTensors
 from baton.testing.trtllm_double.engine import DoubleEngine
 from baton.testing.trtllm_double.results import ResultState
 from baton.testing.trtllm_double.world import World
@@ -146,7 +147,7 @@ class _LlmState:
         if self._engine.over:
             raise self._engine.death or RuntimeError("LLM is shutting down")
         sampling, params = asked["sampling_params"], asked.get("disaggregated_params")
-        prompt = asked["inputs"]["prompt_token_ids"]
+        prompt = self._prompt(asked["inputs"], params)
         limit = self._arguments.get("max_num_tokens", MAX_NUM_TOKENS)
         if params is not None and params.request_type != "context_and_generation" and not self._moves_kv:
             raise ValueError("cache_transceiver_config is needed to move KV")
@@ -155,6 +156,22 @@ class _LlmState:
         result = ResultState(next(self._numbers), prompt, sampling, self._classes.output, self._engine.cancel)
         self._engine.submit(result, sampling, params, asked.get("cache_salt"))
         return Bound(result, self._classes.facts, "llmapi.llm.RequestOutput")
+
+    def _prompt(self, inputs: dict[str, Any], params: Any) -> list[int]:
+        """Return the prompt as it is computed: after it a token for each piece of its images, which are read now."""
+        prompt: list[int] = inputs["prompt_token_ids"]
+        handles = None if params is None else params.multimodal_embedding_handles
+        if handles is None:
+            return prompt
+        if params.request_type == "generation_only":
+            raise ValueError("Generation-only mode should not need multimodal parameters")
+        if not inputs.get("prompt"):
+            raise ValueError("Text prompt is required but not provided")
+        pieces: list[int] = []
+        for handle in handles:
+            content = self._world.opened(handle["storage_handle"])
+            pieces += [1 + sum(content) % 200] * handle["tensor_size"][0]
+        return [*prompt, *pieces]
 
     def get_stats(self, timeout: float = 2) -> list[Any]:
         """Block up to `timeout`, then return what has come."""
@@ -253,6 +270,14 @@ def make_library(version: str, world: World, registry: CollectorRegistry = REGIS
 
         return make
 
+    def make_encoder(**given: Any) -> Bound:
+        for unknown in given.keys() - arguments.model_fields.keys():
+            raise ValueError(f"{unknown}: extra inputs are not permitted")
+        return Bound(EncoderState(classes, world, given), facts, "llmapi.mm_encoder.MultimodalEncoder")
+
+    def shared_tensors() -> Any:
+        return Bound(SharedTensors(world), facts, "_torch.shared_tensor.shared_tensor.SharedTensorContainer")
+
     def new_id(*, node_id: int, process_id: int) -> int:
         return (time.time_ns() // 1000 << 10 | node_id * 64 + process_id) & (2**63 - 1)
 
@@ -271,6 +296,8 @@ def make_library(version: str, world: World, registry: CollectorRegistry = REGIS
         "logprob": classes.logprob,
         "request_error": RequestError,
         "metrics_collector": _collector(facts, registry),
+        "encoder": lambda: make_encoder,
+        "shared_tensors": shared_tensors,
         "engine_dead_error": EngineDeadError if classes.new else None,
         "new_handoff_id": new_id if classes.new else None,
         "tensor": list,

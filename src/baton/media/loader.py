@@ -1,0 +1,42 @@
+"""The MediaLoader of a worker: all media of a request, each fetched under the policy, images looked at."""
+
+import asyncio
+from collections.abc import Sequence
+
+from baton.errors import InvalidRequest
+from baton.media.fetch import Fetcher
+from baton.media.images import check_image
+from baton.media.options import MediaOptions
+from baton.media.policy import Policy
+from baton.protocol.media import MediaFile, MediaUrl
+
+
+class PolicyLoader:
+    """A MediaLoader (see `ports/media.py`). Raises ConfigError for options that make no sense."""
+
+    def __init__(self, options: MediaOptions, fetcher: Fetcher | None = None) -> None:
+        self._options = options
+        self._fetcher = fetcher or Fetcher(Policy(options))
+
+    async def load(self, named: Sequence[MediaUrl]) -> tuple[MediaFile, ...]:
+        """See `MediaLoader.load`."""
+        if len(named) > self._options.max_items:
+            raise InvalidRequest(
+                f"multi_modal_data: {len(named)} pieces are more than the {self._options.max_items} of a request here"
+            )
+        try:
+            async with asyncio.TaskGroup() as group:
+                loading = [group.create_task(self._load(each)) for each in named]
+        except ExceptionGroup as problems:
+            raise problems.exceptions[0] from None
+        return tuple(task.result() for task in loading)
+
+    async def close(self) -> None:
+        """See `MediaLoader.close`."""
+        await self._fetcher.close()
+
+    async def _load(self, named: MediaUrl) -> MediaFile:
+        file = MediaFile(modality=named.modality, data=await self._fetcher.fetch(named), place=named.place)
+        if file.modality == "image":
+            await asyncio.to_thread(check_image, file, self._options.max_pixels)
+        return file
