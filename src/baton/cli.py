@@ -14,6 +14,7 @@ from baton.errors import BatonError, ConfigError
 from baton.experts.command import experts
 from baton.logs import start_logging
 from baton.notify import notify
+from baton.router_command import router
 from baton.runtimes.dynamo.options import environment
 
 TAKE_SETTINGS = ("serve", "worker", "frontend")
@@ -70,6 +71,18 @@ def _frontend(settings: Settings) -> int:
     return run_frontend(settings)
 
 
+def _router(settings: Settings) -> int:
+    from baton.build import prepare_tokenizer
+
+    if not settings.topology:
+        raise ConfigError("a router goes by a file: give --topology FILE (docs/router.md says what is in it)")
+    settings = prepare_tokenizer(settings)
+    _prepare_runtime(settings)
+    from baton.global_router import run_router
+
+    return run_router(settings)
+
+
 def _prepare_runtime(settings: Settings) -> None:
     """The runtime sets up its logs and traces while it is imported, so it must find its environment before that."""
     os.environ.update(environment(settings.runtime))
@@ -92,7 +105,12 @@ def _click_option(option: Option) -> click.Option:
 
 
 def _add(name: str, summary: str, command: Command, starts_engines: bool = True) -> None:
-    table = [option for option in options() if name in option.commands and option.kind != WORDS]
+    cli.add_command(_command(name, name, summary, command, starts_engines))
+
+
+def _command(name: str, kind: str, summary: str, command: Command, starts_engines: bool) -> click.Command:
+    """Return a command with the options of processes of `kind`."""
+    table = [option for option in options() if kind in option.commands and option.kind != WORDS]
     keys = {option.key.replace(".", "_"): option.key for option in table}
 
     @click.pass_obj
@@ -111,7 +129,7 @@ def _add(name: str, summary: str, command: Command, starts_engines: bool = True)
     if starts_engines:
         params.append(click.Option(["--help-engine"], is_flag=True, help="show what can follow --, and exit"))
     usage = "[OPTIONS] [-- ENGINE ARGS]" if starts_engines else "[OPTIONS]"
-    cli.add_command(click.Command(name, callback=run, params=params, help=summary, options_metavar=usage))
+    return click.Command(name, callback=run, params=params, help=summary, options_metavar=usage)
 
 
 def _help_engine(settings: Settings) -> int:
@@ -141,8 +159,10 @@ def _report(message: str, code: int) -> int:
 _add("serve", "Start an OpenAI endpoint with its workers, as processes on this machine.", _serve)
 _add("worker", "Start one worker.", _worker)
 _add("frontend", "Start the OpenAI endpoint alone; it finds its workers by discovery.", _frontend, False)
+router.add_command(_command("run", "router", "Start a global router; it finds its pools by discovery.", _router, False))
 cli.add_command(experts)
 cli.add_command(ctl)
+cli.add_command(router)
 
 
 def main() -> None:

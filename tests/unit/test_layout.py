@@ -1,9 +1,11 @@
 """Which workers a `baton serve` starts, and what it says about them."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from baton.config import MAX_PORT, Settings
+from baton.config import MAX_PORT, Settings, load
 from baton.errors import ConfigError
 from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.topology.layout import describe, joining, lay_out
@@ -76,3 +78,74 @@ def test_the_command_that_adds_a_worker_has_what_is_not_usual() -> None:
 def test_the_command_that_adds_a_worker_says_what_the_engine_was_told() -> None:
     settings = Settings(engine="sglang", prefill=1, decode=1, engine_args=("--tp-size", "2", "--name", "a b"))
     assert joining(settings) == "baton worker --role decode --engine sglang -- --tp-size 2 --name 'a b'"
+
+
+POOLS = """
+mode: disaggregated
+settings: {torch: {blocks: 64}}
+prefill: {pools: [{name: a, workers: {count: 2, settings: {torch: {batch_tokens: 32}}}}]}
+decode: {pools: [{name: a, workers: {}}, {name: elsewhere}], mapping: a}
+"""
+
+
+def test_a_topology_starts_a_router_and_the_workers_of_its_pools(tmp_path: Path) -> None:
+    file = tmp_path / "pools.yaml"
+    file.write_text(POOLS)
+    settings = load({"topology": str(file), "system_port": 9000}, {}, None)
+    router, *workers = lay_out(settings, cores=8)
+    assert (router.name, router.command, router.variables) == ("router", "router run", {"BATON_SYSTEM_PORT": "9000"})
+    assert [(place.name, place.command) for place in workers] == [
+        ("prefill-a-0", "worker"),
+        ("prefill-a-1", "worker"),
+        ("decode-a-0", "worker"),
+    ]
+    own = ("NAMESPACE", "ROLE", "SYSTEM_PORT", "TORCH_BATCH_TOKENS", "TORCH_BLOCKS", "TORCH_THREADS")
+    assert [tuple(place.variables[f"BATON_{name}"] for name in own) for place in workers] == [
+        ("baton-prefill-a", "prefill", "9001", "32", "64", "2"),
+        ("baton-prefill-a", "prefill", "9002", "32", "64", "2"),
+        ("baton-decode-a", "decode", "9003", "0", "64", "2"),
+    ]
+    assert describe(settings) == "3 workers in 2 pools behind a router"
+
+
+def test_flags_and_variables_win_over_the_settings_of_a_topology(tmp_path: Path) -> None:
+    file = tmp_path / "pools.yaml"
+    file.write_text(POOLS)
+    assert load({}, {"BATON_TOPOLOGY": str(file)}, None).torch.blocks == 64
+    assert load({"torch.blocks": 5}, {"BATON_TOPOLOGY": str(file)}, None).torch.blocks == 5
+    assert load({}, {"BATON_TOPOLOGY": str(file), "BATON_TORCH_BLOCKS": "6"}, None).torch.blocks == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (("{blocks: 64}", "{blocs: 64}"), "unknown setting torch.blocs in settings of"),
+        (("batch_tokens: 32", "batch_tokens: -1"), "bad value for torch.batch_tokens"),
+        (("workers: {count: 2, settings: {torch: {batch_tokens: 32}}}", "priority: 1"), None),
+        (
+            ("workers: {count: 2, settings: {torch: {batch_tokens: 32}}}", "workers: {settings: {rol: 1}}"),
+            "unknown setting rol",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_topology_is_said_before_anything_starts(
+    tmp_path: Path, change: tuple[str, str], problem: str | None
+) -> None:
+    file = tmp_path / "pools.yaml"
+    file.write_text(POOLS.replace(*change))
+    if problem is None:
+        assert len(lay_out(load({"topology": str(file)}, {}, None), cores=8)) == 2
+        return
+    with pytest.raises(ConfigError, match=problem):
+        lay_out(load({"topology": str(file)}, {}, None), cores=8)
+
+
+def test_a_topology_says_which_workers_there_are(tmp_path: Path) -> None:
+    file = tmp_path / "pools.yaml"
+    file.write_text("mode: aggregated\naggregated: {pools: [{name: a}]}")
+    with pytest.raises(ConfigError, match="drop --workers"):
+        load({"topology": str(file), "workers": 2}, {}, None)
+    with pytest.raises(ConfigError, match="says which workers to start"):
+        lay_out(load({"topology": str(file)}, {}, None), cores=8)
+    with pytest.raises(ConfigError, match="cannot read"):
+        load({"topology": str(tmp_path / "none.yaml")}, {}, None)

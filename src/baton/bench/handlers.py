@@ -24,7 +24,7 @@ from baton.bench.path import DEADLINE_S, PROFILE_LINES, comma_separated_counts, 
 from baton.bench.results import Cell, Results, describe_run, source_digest
 from baton.bench.systems import LOOPBACK_RUNTIME, Launch, RunningSystem, Setup, Site, SystemFailed, running
 
-OURS, THEIRS = "baton", "reference"
+OURS, THEIRS, BARE = "baton", "reference", "bare"
 PACED_MS = 20.0
 TOKENS = 128
 MODEL_DIR = Path(baton.__file__).parent / "engines" / "echo" / "model"
@@ -49,16 +49,20 @@ def launches(worker: str) -> Callable[[Setup, Site], list[Launch]]:
     return start
 
 
-SYSTEMS = {OURS: launches("baton_sglang_worker"), THEIRS: launches("reference_sglang_worker")}
+SYSTEMS = {
+    OURS: launches("baton_sglang_worker"),
+    THEIRS: launches("reference_sglang_worker"),
+    BARE: launches("bare_sglang_worker"),
+}
 
 
 def run(streams: Sequence[int], repeats: int, seconds: float) -> Iterator[Cell]:
-    """Yield every cell as it is measured; the two take turns, and take turns at going first."""
+    """Yield every cell as it is measured; they take turns, and take turns at going first."""
     for repeat in range(repeats):
         for pace_ms, tokens in ((PACED_MS, TOKENS), (0.0, TOKENS), (0.0, 1)):
             with ExitStack() as stack:
                 setup = Setup(pace_ms, MODEL_DIR)
-                names = [OURS, THEIRS] if repeat % 2 == 0 else [THEIRS, OURS]
+                names = [*SYSTEMS] if repeat % 2 == 0 else [*reversed(SYSTEMS)]
                 systems = [stack.enter_context(running(name, setup, SYSTEMS)) for name in names]
                 for count in streams:
                     for system in systems:
@@ -90,8 +94,9 @@ def to_markdown(results: Results) -> str:
         "",
         f"`{results.command}`, {results.date[:10]}, {results.machine.cores} cores, {results.machine.cpu}.",
         "Processor time of the worker process, median and range over the repeats, on a double of SGLang's engine that"
-        " is the same for both and costs both the same. *Ratio* is Baton by the reference's way: the median of the"
-        " repeats' ratios, and their range.",
+        " is the same for all and costs all the same. *Bare* pushes each chunk of the double and does nothing else: the"
+        " cost of the double and of the runtime's messages, which is in the others too. *Ratio* is Baton by the"
+        " reference's way: the median of the repeats' ratios, and their range.",
         "",
     ]
     if results.source_changed:
@@ -102,7 +107,7 @@ def to_markdown(results: Results) -> str:
         ("Microseconds a request of one token", 0.0, 1, per_request),
     ):
         cells = [c for c in results.cells if c.pace_ms == pace_ms and c.tokens_per_request == tokens and c.valid]
-        lines += [f"## {title}", "", "| streams | Baton | reference | ratio |", "|---|---|---|---|"]
+        lines += [f"## {title}", "", "| streams | Baton | reference | ratio | bare |", "|---|---|---|---|---|"]
         lines += [row(cells, streams, value) for streams in sorted({cell.streams for cell in cells})]
         lines += [""]
     return "\n".join(lines)
@@ -114,8 +119,8 @@ def row(cells: Sequence[Cell], streams: int, value: Measure) -> str:
     }
     both = sorted(by_system[OURS].keys() & by_system[THEIRS].keys())
     ratios = [by_system[OURS][repeat] / by_system[THEIRS][repeat] for repeat in both]
-    columns = [spread(list(by_system[name].values()), ".1f") for name in (OURS, THEIRS)]
-    return f"| {streams} | {columns[0]} | {columns[1]} | {spread(ratios, '.2f')} |"
+    ours, theirs, bare = [spread(list(by_system[name].values()), ".1f") for name in (OURS, THEIRS, BARE)]
+    return f"| {streams} | {ours} | {theirs} | {spread(ratios, '.2f')} | {bare} |"
 
 
 def spread(values: Sequence[float], form: str) -> str:

@@ -113,7 +113,7 @@ FLAT_OUT_ONLY = {"baton-eager"}
 def role_of(argv: Sequence[str]) -> str:
     """Which part of a system a process is, judged by its command line."""
     words = {word.rpartition(".")[2] for word in argv}
-    if words & {"worker", "reference_worker", "baton_sglang_worker", "reference_sglang_worker"}:
+    if any(word.endswith("worker") for word in words):
         return "worker"
     if words & {"frontend", "reference_frontend", "fastapi_server"}:
         return "frontend"

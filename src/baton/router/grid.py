@@ -28,7 +28,7 @@ class Axis(msgspec.Struct, frozen=True):
         place = (value - self.low) / ((self.high - self.low) / self.buckets)
         if place >= self.buckets:
             return self.buckets - 1
-        return max(0, int(place))
+        return int(place) if place > 0 else 0
 
     def bounds(self, index: int) -> tuple[float, float]:
         """Return where bucket `index` begins and where the next one does."""

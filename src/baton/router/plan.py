@@ -23,6 +23,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     queue_limit: int | None = None
     spread: Literal["round-robin", "kv"] = "round-robin"
+    block_size: int = 16
 
 
 class Override(msgspec.Struct, frozen=True):

@@ -21,8 +21,16 @@ class Choice(msgspec.Struct, frozen=True):
 def select_pool(part: Part, point: Point, priority: int | None = None) -> Choice:
     """Return the pool for a request: that of its cell, unless the first override that has its priority says other."""
     cell = part.grid.cell_of(point)
-    if priority is not None:
-        for override in part.overrides:
-            if override.low <= priority <= override.high:
-                return Choice(override.pool, "override", cell)
+    number = matching_override(part, priority)
+    if number is not None:
+        return Choice(part.overrides[number].pool, "override", cell)
     return Choice(part.grid.pool_of(cell), "grid", cell)
+
+
+def matching_override(part: Part, priority: int | None) -> int | None:
+    """Return which override has `priority`, the first of several; None if none has, as for a request without one."""
+    if priority is not None:
+        for number, override in enumerate(part.overrides):
+            if override.low <= priority <= override.high:
+                return number
+    return None

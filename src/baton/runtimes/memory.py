@@ -201,7 +201,7 @@ class MemoryRuntime:
         self.endpoints.setdefault(path, []).append(endpoint)
         return endpoint
 
-    async def client(self, path: str) -> MemoryClient:
+    async def client(self, path: str, kv_block_size: int | None = None) -> MemoryClient:
         """See `Runtime.client`."""
         return MemoryClient(self.endpoints.setdefault(path, []))
 

@@ -1,35 +1,71 @@
-"""Which workers one `baton serve` starts: their names, their roles, their ports and their share of the machine."""
+"""What one `baton serve` starts beside its frontend: names, roles, ports and shares of the machine."""
 
 import shlex
+from pathlib import Path
 from typing import NamedTuple
 
-from baton.config import MAX_PORT, Settings, options
+from baton.config import MAX_PORT, Settings, options, override, to_environment
 from baton.errors import ConfigError
+from baton.router.files import Group, read_blueprint
 
 
 class Place(NamedTuple):
-    """One worker to start: what it is called, and the settings that are its own, as variables."""
+    """One process to start: what it is called, the settings that are its own, as variables, and its command."""
 
     name: str
     variables: dict[str, str]
+    command: str = "worker"
 
 
 def lay_out(settings: Settings, cores: int) -> list[Place]:
-    """Return the workers to start on a machine with `cores`. Raises ConfigError if they cannot be a whole."""
-    names = _names(settings)
-    own = _share_of_cores(settings, cores, len(names))
-    if settings.system_port + len(names) - 1 > MAX_PORT:
+    """Return what to start on a machine with `cores`. Raises ConfigError if it cannot be a whole."""
+    places = _pools(settings, cores) if settings.topology else _workers(settings, cores)
+    if settings.system_port + len(places) - 1 > MAX_PORT:
         raise ConfigError(
-            f"--system-port {settings.system_port} is too high for {len(names)} workers: {MAX_PORT} is the last"
+            f"--system-port {settings.system_port} is too high for {len(places)} workers: {MAX_PORT} is the last"
         )
     return [
-        Place(f"{role}-{number}", {**_role(role), **_port(settings, place), **own})
-        for place, (role, number) in enumerate(names)
+        place._replace(variables={**place.variables, **_port(settings, number)}) for number, place in enumerate(places)
     ]
+
+
+def _workers(settings: Settings, cores: int) -> list[Place]:
+    names = _names(settings)
+    own = _share_of_cores(settings, cores, len(names))
+    return [Place(f"{role}-{number}", {**_role(role), **own}) for role, number in names]
+
+
+def _pools(settings: Settings, cores: int) -> list[Place]:
+    """Return the workers of every pool that names some, and the router before them."""
+    groups = _groups(settings)
+    own = _share_of_cores(settings, cores, sum(group.count for group in groups))
+    places = [Place("router", {}, "router run")]
+    for group in groups:
+        source = f"the workers of {group.part} pool {group.pool} in {settings.topology}"
+        pooled = override(settings, {**group.settings, "namespace": group.namespace, "role": group.part}, source)
+        variables = {**to_environment(pooled), **({} if pooled.torch.threads else own)}
+        # A worker's role is all that it needs of the topology, and the pool's name alone would not tell both parts.
+        prefix = group.pool if group.part == "aggregated" else f"{group.part}-{group.pool}"
+        places += [Place(f"{prefix}-{number}", variables) for number in range(group.count)]
+    return places
+
+
+def _groups(settings: Settings) -> tuple[Group, ...]:
+    groups = read_blueprint(Path(settings.topology), settings.namespace).groups
+    if not groups:
+        raise ConfigError(
+            f"no pool in {settings.topology} says which workers to start: give one `workers: {{count: 1}}`,"
+            f" or start the router alone with `baton router run --topology {settings.topology}`"
+        )
+    return groups
 
 
 def describe(settings: Settings) -> str:
     """Return in words what runs: "2 workers", "1 prefill and 2 decode workers"."""
+    if settings.topology:
+        groups = _groups(settings)
+        workers = sum(group.count for group in groups)
+        return f"{workers} worker{'s' * (workers != 1)} in {len(groups)} pools behind a router"
     if settings.prefill:
         return f"{settings.prefill} prefill and {settings.decode} decode workers"
     return "1 worker" if settings.workers == 1 else f"{settings.workers} workers"

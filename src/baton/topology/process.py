@@ -53,7 +53,7 @@ class Process:
                 sys.executable,
                 "-m",
                 "baton",
-                self._command,
+                *self._command.split(),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -17,6 +17,7 @@ from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.signals import stop_on_signals
 from baton.topology.layout import lay_out
 from baton.topology.process import Process
+from baton.topology.progress import show_progress
 from baton.topology.ready import wait_for_model
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Supervisor:
 
         self._frontend = process("frontend", "frontend", {})
         cores = len(os.sched_getaffinity(0))
-        self._workers = [process(place.name, "worker", place.variables) for place in lay_out(settings, cores)]
+        self._workers = [process(place.name, place.command, place.variables) for place in lay_out(settings, cores)]
 
     async def start(self, stop: asyncio.Event) -> str | None:
         """Start everything; return the model's name when it is served, or None if told to stop before.
@@ -102,8 +103,11 @@ class Supervisor:
             await process.start(self._settings.stall_s)
         starting = asyncio.ensure_future(self._all_ready(processes))
         stopping = asyncio.ensure_future(stop.wait())
+        showing = asyncio.ensure_future(show_progress(processes))
         await asyncio.wait([starting, stopping], timeout=self._settings.start_s, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
+        showing.cancel()
+        await asyncio.wait([showing])
         if not starting.done():
             starting.cancel()
             if stop.is_set():

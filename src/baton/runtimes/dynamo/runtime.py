@@ -3,21 +3,20 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import aiohttp
 from dynamo import _core
 
-from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest, PeerLost
-from baton.ports.runtime import Context, ModelCard, Rep, Req, Service, Wire
+from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest
+from baton.ports.runtime import ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
 from baton.protocol.events import LoadSnapshot, Reading
-from baton.protocol.ids import new_request_id
+from baton.runtimes.dynamo.client import DynamoClient, KvChooser
 from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.egress import Egress, Sender
-from baton.runtimes.dynamo.errors import from_runtime, to_runtime
+from baton.runtimes.dynamo.errors import to_runtime
 from baton.runtimes.dynamo.kv import KvTeller, LoadTeller
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.options import RuntimeOptions, discovery_directory, environment
@@ -167,7 +166,7 @@ class DynamoEndpoint:
     async def advertise(self, card: ModelCard) -> None:
         """See `Endpoint.advertise`."""
         surfaces = [_SURFACES[surface] for surface in sorted(card.surfaces)]
-        model_type = surfaces[0]
+        model_type = surfaces[0] if surfaces else _core.ModelType.Empty
         for surface in surfaces[1:]:
             model_type = model_type | surface
         try:
@@ -214,71 +213,6 @@ class DynamoEndpoint:
         if not self._listed:
             self._listed = True
             await self._raw.register_endpoint_instance()
-
-
-class DynamoClient:
-    """See `Client`."""
-
-    def __init__(self, raw: _core.Client) -> None:
-        self._raw = raw
-
-    def instances(self) -> list[int]:
-        """See `Client.instances`."""
-        return self._raw.instance_ids()
-
-    async def ready(self, timeout_s: float) -> list[int]:
-        """See `Client.ready`."""
-        try:
-            return await asyncio.wait_for(self._raw.wait_for_instances(), timeout_s)
-        except TimeoutError:
-            raise PeerLost(f"no instance appeared within {timeout_s:g} s") from None
-
-    async def call(
-        self, request: Wire, instance: int | None = None, parent: Context | None = None
-    ) -> AsyncGenerator[Wire, None]:
-        """See `Client.call`."""
-        metadata = dict(parent.trace_headers) if parent else None
-        context = _core.Context(new_request_id(parent.id if parent else "call"), metadata)
-        call = _Call(self._send(request, instance, context), context)
-        if parent is not None:
-            parent.on_cancel(call.leave)
-        try:
-            async for reply in await asyncio.shield(call.sending):
-                yield reply
-        except Exception as error:
-            raise (Cancelled("the caller left") if call.left else from_runtime(error)) from error
-        finally:
-            call.stop()
-        if call.left:
-            raise Cancelled("the caller left")
-
-    def _send(self, request: Wire, instance: int | None, context: _core.Context) -> asyncio.Future[AsyncIterator[Wire]]:
-        if instance is None:
-            return self._raw.round_robin(request, annotated=False, context=context)
-        return self._raw.direct(request, instance, annotated=False, context=context)
-
-
-class _Call:
-    """One call on its way. Stopping it before the other side has connected would be forgotten, so it waits for that."""
-
-    def __init__(self, sending: asyncio.Future[AsyncIterator[Wire]], context: _core.Context) -> None:
-        self.sending = sending
-        self.left = False
-        self._context = context
-
-    def leave(self) -> None:
-        """The caller's own caller has left."""
-        self.left = True
-        self.stop()
-
-    def stop(self) -> None:
-        """Tell the other side that no more answers are wanted."""
-        self.sending.add_done_callback(self._stop_now)
-
-    def _stop_now(self, sending: asyncio.Future[AsyncIterator[Wire]]) -> None:
-        self._context.stop_generating()
-        if not sending.cancelled():
-            sending.exception()
 
 
 class DynamoRuntime:
@@ -333,14 +267,18 @@ class DynamoRuntime:
         except TimeoutError:
             raise ConfigError(f"discovery has not listed this worker within {SERVE_S:g} s") from None
         except Exception as error:
-            raise ConfigError(f"cannot serve: {error}") from error
+            raise ConfigError(f"cannot serve: {_explained(error)}") from error
         return endpoint
 
-    async def client(self, path: str) -> DynamoClient:
+    async def client(self, path: str, kv_block_size: int | None = None) -> DynamoClient:
         """See `Runtime.client`."""
-        client = await self.raw.endpoint(path).client()
+        endpoint = self.raw.endpoint(path)
+        try:
+            client = await endpoint.client()
+        except Exception as error:
+            raise ConfigError(f"cannot look for {path}: {_explained(error)}") from error
         self._clients.append(client)
-        return DynamoClient(client)
+        return DynamoClient(client, KvChooser(endpoint, kv_block_size) if kv_block_size is not None else None)
 
     async def metrics(self) -> str:
         """See `Runtime.metrics`. The runtime has them only on a server of its own, which listens on loopback."""
@@ -364,6 +302,16 @@ class DynamoRuntime:
                 log.warning("%d endpoints did not end within %g s", len(pending), SHUTDOWN_S)
 
 
+def _explained(error: Exception) -> str:
+    """Return what is wrong, with what to do where the runtime's words do not say it."""
+    if "Too many open files" in str(error):
+        return (
+            f"{error}: discovery by files watches its directory once for each endpoint; raise"
+            " fs.inotify.max_user_instances (sysctl), or use --runtime-discovery etcd"
+        )
+    return str(error)
+
+
 def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
     config = _core.ModelRuntimeConfig()
     config.context_length = card.context_length
@@ -374,4 +322,7 @@ def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
     config.enable_local_indexer = card.kv_events
     if card.handoff_host is not None and card.handoff_port is not None:
         config.set_disaggregated_endpoint(card.handoff_host, card.handoff_port)
+    if card.worker_type == "encode" or any("encode" in group for group in card.needs):
+        # Only between two that both say so does the frontend carry what an encode worker has made.
+        config.set_engine_specific("encoder_result_handoff", "true")
     return config

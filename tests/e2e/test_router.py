@@ -1,0 +1,260 @@
+"""The global router with real processes: where requests go, and what becomes of them when pools fail."""
+
+import asyncio
+import copy
+import itertools
+import json
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.router.ask import Ask
+from baton.router.files import read_blueprint
+from baton.router.grid import Point
+from baton.router.plan import Part
+from baton.router.select import select_pool
+from e2e.harness import eventually
+from e2e.pooled import ROUTER, Pooled
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CHAT = "/v1/chat/completions"
+NEAR, FAR = 1, 2  # the workers of the pools, by their system ports
+ECHO: dict[str, Any] = {
+    "mode": "aggregated",
+    "settings": {"engine": "echo", "echo": {"pace_ms": 5}},
+    "retry": {"faster": True, "others": True},
+    "aggregated": {
+        "pools": [{"name": "near", "workers": {"count": 1}}, {"name": "far", "workers": {"count": 1}}],
+        "axes": [
+            {"name": "length", "min": 0, "max": 100, "buckets": 2},
+            {"name": "ttft_ms", "min": 0, "max": 1000, "buckets": 2},
+            {"name": "itl_ms", "min": 0, "max": 100, "buckets": 2},
+        ],
+        "mapping": [[["near", "far"], ["far", "far"]], [["far", "near"], ["near", "near"]]],
+        "overrides": [{"min": 5, "max": 9, "pool": "far"}],
+    },
+}
+
+
+def changed(topology: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(topology), **parts}
+
+
+def chat(prompt: str, tokens: int = 4, **more: Any) -> dict[str, Any]:
+    return {"model": "echo", "messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, **more}
+
+
+@pytest.fixture(scope="module")
+def echo(start_shared: Callable[..., Pooled]) -> Iterator[Pooled]:
+    pooled = start_shared(Pooled, ECHO, workers=2)
+    yield pooled
+    pooled.stop()
+
+
+def expected(part: Part, ask: Ask) -> str:
+    return part.pools[select_pool(part, ask.point, ask.priority).pool].name
+
+
+def test_a_thousand_mixed_requests_land_where_the_rules_say(echo: Pooled) -> None:
+    part = read_blueprint(echo.file, "baton").plan.parts["aggregated"]
+    before = echo.decisions("aggregated")
+    draw = random.Random(7)
+    wanted: dict[str, int] = {}
+
+    def one() -> dict[str, Any]:
+        length, tokens = draw.randrange(1, 120), draw.randrange(1, 4)
+        ttft, itl = draw.choice([None, 0, 100, 499, 500, 2000]), draw.choice([None, 0, 20, 50, 500])
+        priority = draw.choice([None, None, 0, 5, 9, 10])
+        targets = {"ttft_target": ttft, "itl_target": itl}
+        router = {name: value for name, value in targets.items() if value is not None}
+        point = Point(length=length, context=length + tokens, ttft_ms=ttft, itl_ms=itl)
+        pool = expected(part, Ask(point, priority))
+        wanted[pool] = wanted.get(pool, 0) + 1
+        hints = {"agent_hints": {"priority": priority}} if priority is not None else {}
+        return chat("x" * length, tokens, extra_body={"nvext": {"router": router, **hints}})
+
+    bodies = [one() for _ in range(1000)]
+
+    async def run() -> list[str]:
+        async with echo.async_client() as client:
+            limit = asyncio.Semaphore(32)
+
+            async def send(body: dict[str, Any]) -> str:
+                async with limit:
+                    answer = await client.chat.completions.create(**body)
+                return answer.choices[0].message.content or ""
+
+            return await asyncio.gather(*(send(body) for body in bodies))
+
+    texts = asyncio.run(run())
+    assert texts == ["x" * body["max_tokens"] for body in bodies]
+    after = echo.decisions("aggregated")
+    assert {pool: after[pool] - before.get(pool, 0) for pool in after} == wanted
+    assert min(wanted.values()) > 100
+
+
+def test_clients_see_the_model_once_and_reach_no_worker_but_through_the_router(echo: Pooled) -> None:
+    assert echo.models() == ["echo"]
+    before, ended = (
+        sum(echo.decisions("aggregated").values()),
+        echo.ended("completed", NEAR) + echo.ended("completed", FAR),
+    )
+    for _ in range(20):
+        assert echo.post(CHAT, chat("hello"))[0] == 200
+    assert sum(echo.decisions("aggregated").values()) == before + 20
+    assert echo.ended("completed", NEAR) + echo.ended("completed", FAR) == ended + 20
+
+
+def test_d31_a_client_that_leaves_is_gone_from_the_engine_within_a_second_or_so(echo: Pooled) -> None:
+    for tokens in (100_000,):
+        connection = echo.open(CHAT, chat("hello", tokens, stream=True))
+        eventually(lambda: echo.load(NEAR)["running"] + echo.load(FAR)["running"] == 1, what="it runs")
+        connection.close()
+        began = time.monotonic()
+        eventually(lambda: not any([*echo.load(NEAR).values(), *echo.load(FAR).values()]), 5.0, "it is gone")
+        print(f"gone after {time.monotonic() - began:.3f} s")
+        eventually(lambda: echo.metric("baton_router_pool_in_flight", ROUTER) == 0, what="the router forgets it")
+
+
+def test_d31_one_trace_goes_through_every_hop(start: Callable[..., Pooled]) -> None:
+    pooled = start(Pooled, changed(ECHO), workers=2, arguments=["--log-level", "debug"])
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-id": "client-7"}
+    assert pooled.post(CHAT, chat("hello"), headers)[0] == 200
+
+    def lines(name: str) -> list[str]:
+        return [line for line in pooled.log_of(name).splitlines() if f"trace={trace_id} client=client-7" in line]
+
+    eventually(lambda: len(lines("router")) == 1, what="the line of the router")
+    eventually(lambda: len(lines("near-0") + lines("far-0")) == 1, what="the line of the worker")
+    assert " aggregated completed " in lines("router")[0]
+    assert "goes to" in pooled.log_of("router")
+    pooled.stop()
+
+
+def test_requests_of_a_pool_that_dies_are_served_by_another(start: Callable[..., Pooled]) -> None:
+    pooled = start(Pooled, changed(ECHO), workers=2)
+
+    async def run() -> list[str]:
+        async with pooled.async_client() as client:
+
+            async def send(number: int) -> str:
+                await asyncio.sleep(number * 0.03)
+                answer = await client.chat.completions.create(**chat("hello", 20))
+                return answer.choices[0].message.content or ""
+
+            sending = [asyncio.create_task(send(number)) for number in range(100)]
+            await asyncio.sleep(1.0)
+            pooled.worker(FAR).send_signal(signal.SIGKILL)
+            return await asyncio.gather(*sending)
+
+    # Without a target a short prompt is far's. Who was in the middle of an answer goes on elsewhere, from there.
+    texts = asyncio.run(run())
+    assert len(texts) == 100
+    assert all(len(text) == 20 for text in texts)
+    assert pooled.decisions("aggregated")["near"] > 0
+    # The supervisor starts another; then the rules hold again.
+    eventually(lambda: pooled.health(FAR) == 200, 60, "the worker is back")
+    eventually(lambda: pooled.metric("baton_router_pool_instances", ROUTER, pool="far") == 1, 30, "the pool is back")
+    before = pooled.decisions("aggregated")
+    assert pooled.post(CHAT, chat("hello"))[0] == 200
+    assert pooled.decisions("aggregated")["far"] == before["far"] + 1
+    pooled.stop()
+
+
+def test_a_worker_that_is_frozen_holds_up_its_own_requests_only(start: Callable[..., Pooled]) -> None:
+    pooled = start(Pooled, changed(ECHO), workers=2, arguments=["--deadline-s", "4"])
+    far = pooled.worker(FAR)
+    far.suspend()
+    try:
+        status, text = pooled.post(CHAT, chat("hello"))
+        assert status in (503, 504), text
+        assert pooled.post(CHAT, chat("hello", nvext={"router": {"ttft_target": 0, "itl_target": 0}}))[0] == 200
+        eventually(lambda: pooled.metric("baton_router_pool_in_flight", ROUTER) == 0, 15, "the router holds nothing")
+    finally:
+        far.resume()
+    pooled.stop()
+
+
+def test_a_plan_that_changes_under_load_loses_nothing(start: Callable[..., Pooled]) -> None:
+    pooled = start(Pooled, changed(ECHO), workers=2)
+    swapped = json.loads(json.dumps(ECHO).replace("near", "tmp").replace("far", "near").replace("tmp", "far"))
+    # Pools are who they are by name: only the mapping is swapped.
+    swapped["aggregated"]["pools"] = ECHO["aggregated"]["pools"]
+    broken = changed(ECHO, aggregated={**ECHO["aggregated"], "mapping": [["near"]]})
+
+    async def run() -> list[str]:
+        async with pooled.async_client() as client:
+            done = asyncio.Event()
+
+            async def send() -> list[str]:
+                texts = []
+                while not done.is_set():
+                    answer = await client.chat.completions.create(**chat("hello", 20))
+                    texts.append(answer.choices[0].message.content or "")
+                return texts
+
+            sending = [asyncio.create_task(send()) for _ in range(8)]
+            for topology, outcome, count in ((swapped, "adopted", 1), (broken, "refused", 1), (ECHO, "adopted", 2)):
+                await asyncio.to_thread(pooled.write, topology)
+                await asyncio.to_thread(_until_counted, pooled, outcome, count)
+            done.set()
+            return list(itertools.chain(*await asyncio.gather(*sending)))
+
+    texts = asyncio.run(run())
+    assert len(texts) > 20
+    assert set(texts) == {"hellohellohellohello"}
+    assert "row 1" in pooled.log_of("router") or "mapping" in pooled.log_of("router")
+    assert min(pooled.decisions("aggregated").values()) > 0
+    pooled.stop()
+
+
+def _until_counted(pooled: Pooled, outcome: str, count: int) -> None:
+    eventually(
+        lambda: pooled.metric("baton_router_reloads_total", ROUTER, outcome=outcome) == count,
+        what=f"a plan is {outcome}",
+    )
+
+
+def test_a_full_pool_is_passed_over_and_when_all_are_full_clients_hear_503(start: Callable[..., Pooled]) -> None:
+    topology = changed(ECHO, settings={"engine": "echo", "echo": {"prefill_ms": 3000}})
+    for pool in topology["aggregated"]["pools"]:
+        pool["queue_limit"] = 1
+    pooled = start(Pooled, topology, workers=2, arguments=["--migrations", "0"])
+
+    async def run() -> list[int]:
+        async with pooled.async_client() as client:
+
+            async def send() -> int:
+                answer = await client.chat.completions.with_raw_response.create(**chat("hello"))
+                return answer.status_code
+
+            results = await asyncio.gather(*(send() for _ in range(3)), return_exceptions=True)
+        return sorted(getattr(result, "status_code", result) for result in results)  # type: ignore[type-var]
+
+    assert asyncio.run(run()) == [200, 200, 503]
+    assert pooled.metric("baton_router_skipped_total", ROUTER, reason="queue") >= 2
+    pooled.stop()
+
+
+def test_bad_targets_are_refused_with_their_names(echo: Pooled) -> None:
+    status, text = echo.post(CHAT, chat("hello", nvext={"router": {"ttft_target": -5}}))
+    assert status == 400
+    assert "ttft_target" in text
+
+
+def test_an_example_is_shipped_and_is_valid() -> None:
+    file = Path(__file__).parents[2] / "examples" / "two-pools.yaml"
+    blueprint = read_blueprint(file, "baton")
+    assert [(group.part, group.pool, group.count) for group in blueprint.groups] == [
+        ("prefill", "quick", 1),
+        ("prefill", "bulk", 1),
+        ("decode", "few", 1),
+        ("decode", "many", 1),
+    ]
