@@ -76,6 +76,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     decode: Annotated[
         int, Meta(ge=0, le=256), _about("decode workers to start; with --prefill, instead of --workers", _SERVE)
     ] = 0
+    encode: Annotated[
+        int, Meta(ge=0, le=256), _about("encode workers to start beside the others, for images in prompts", _SERVE)
+    ] = 0
     topology: Annotated[
         str, _about("file with pools of workers and which requests go to which; a global router goes by it", _ROUTE)
     ] = ""
@@ -242,8 +245,8 @@ def _refuse_contradictions(settings: Settings) -> None:
         raise ConfigError(
             "--workers starts workers that do both prefill and decode: drop it, or --prefill and --decode"
         )
-    if settings.topology and (settings.prefill or settings.workers != 1):
-        raise ConfigError("--topology says which workers there are: drop --workers, --prefill and --decode")
+    if settings.topology and (settings.prefill or settings.encode or settings.workers != 1):
+        raise ConfigError("--topology says which workers there are: drop --workers, --prefill, --decode and --encode")
     if settings.accepts == "text" and (settings.prefill or settings.role in ("prefill", "decode", "encode")):
         raise ConfigError(
             "prefill, decode and encode workers take tokens only, for the frontend that calls one after the other must"

@@ -264,9 +264,10 @@ class Serve(System):
         workers: int = 1,
         prefill: int = 0,
         decode: int = 0,
+        encoders: int = 0,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(directory, prefill + decode or workers, engine)
+        super().__init__(directory, (prefill + decode or workers) + encoders, engine)
         flags = ["--engine", engine]
         flags += ["--prefill", str(prefill), "--decode", str(decode)] if prefill else ["--workers", str(workers)]
         flags += ["--port", str(self.port), "--system-port", str(self.system_ports[0])]

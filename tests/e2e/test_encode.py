@@ -2,13 +2,13 @@
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from PIL import Image
 
 from e2e.disagg import Reading
-from e2e.harness import Cluster, Process, eventually
+from e2e.harness import Cluster, Process, Serve, System, eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -43,14 +43,14 @@ def picture(width: int, height: int) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def ask(seeing: Seeing, *urls: str, prompt: str = "look") -> tuple[int, str]:
+def ask(seeing: System, *urls: str, prompt: str = "look") -> tuple[int, str]:
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     content = [{"type": "text", "text": prompt}, *images]
     body = {"model": "echo", "max_tokens": 18, "messages": [{"role": "user", "content": content}]}
     return seeing.post("/v1/chat/completions", body)
 
 
-def encoded(seeing: Seeing) -> float:
+def encoded(seeing: System) -> float:
     return seeing.ended("completed", ENCODES, role="encode")
 
 
@@ -92,3 +92,11 @@ def test_an_encode_worker_is_not_a_model_of_its_own(seeing: Seeing) -> None:
     status, answer = seeing.get("/v1/models")
     assert status == 200
     assert answer.count('"id":"echo"') == 1
+
+
+def test_one_command_serves_images_with_an_encode_worker(start: Callable[..., Serve]) -> None:
+    serve = start(Serve, "--encode", "1", "--echo-media", encoders=1)
+    assert "with 1 worker and 1 to encode" in serve.process.output.read_text()
+    eventually(lambda: ask(serve, picture(8, 8))[0] == 200 and encoded(serve) > 0, what="the encode worker is called")
+    eventually(lambda: not Reading(serve, ENCODES).held, what="nothing is left")
+    serve.stop()

@@ -80,6 +80,17 @@ def test_the_command_that_adds_a_worker_says_what_the_engine_was_told() -> None:
     assert joining(settings) == "baton worker --role decode --engine sglang -- --tp-size 2 --name 'a b'"
 
 
+def test_encode_workers_come_last_and_the_others_count_on_them() -> None:
+    settings = Settings(prefill=1, decode=1, encode=2)
+    places = lay_out(settings, cores=8)
+    assert [place.name for place in places] == ["prefill-0", "decode-0", "encode-0", "encode-1"]
+    assert [place.variables["BATON_MEDIA_ENCODERS"] for place in places] == ["true", "true", "false", "false"]
+    assert places[2].variables["BATON_ROLE"] == "encode"
+    assert describe(settings) == "1 prefill and 1 decode workers and 2 to encode"
+    with pytest.raises(ConfigError, match="give --encode instead"):
+        lay_out(Settings(role="encode"), cores=8)
+
+
 POOLS = """
 mode: disaggregated
 settings: {torch: {blocks: 64}}

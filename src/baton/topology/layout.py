@@ -32,7 +32,7 @@ def lay_out(settings: Settings, cores: int) -> list[Place]:
 def _workers(settings: Settings, cores: int) -> list[Place]:
     names = _names(settings)
     own = _share_of_cores(settings, cores, len(names))
-    return [Place(f"{role}-{number}", {**_role(role), **own}) for role, number in names]
+    return [Place(f"{role}-{number}", {**_role(role, settings), **own}) for role, number in names]
 
 
 def _pools(settings: Settings, cores: int) -> list[Place]:
@@ -66,9 +66,10 @@ def describe(settings: Settings) -> str:
         groups = _groups(settings)
         workers = sum(group.count for group in groups)
         return f"{workers} worker{'s' * (workers != 1)} in {len(groups)} pools behind a router"
+    encoders = f" and {settings.encode} to encode" if settings.encode else ""
     if settings.prefill:
-        return f"{settings.prefill} prefill and {settings.decode} decode workers"
-    return "1 worker" if settings.workers == 1 else f"{settings.workers} workers"
+        return f"{settings.prefill} prefill and {settings.decode} decode workers{encoders}"
+    return ("1 worker" if settings.workers == 1 else f"{settings.workers} workers") + encoders
 
 
 def joining(settings: Settings) -> str:
@@ -89,10 +90,15 @@ def joining(settings: Settings) -> str:
 
 
 def _names(settings: Settings) -> list[tuple[str, int]]:
+    return _computing(settings) + [("encode", number) for number in range(settings.encode)]
+
+
+def _computing(settings: Settings) -> list[tuple[str, int]]:
     if not settings.prefill:
-        if settings.role in ("prefill", "decode"):
+        if settings.role in ("prefill", "decode", "encode"):
+            flags = "--encode" if settings.role == "encode" else "--prefill and --decode"
             raise ConfigError(
-                f"--role {settings.role} alone serves nobody: give --prefill and --decode instead,"
+                f"--role {settings.role} alone serves nobody: give {flags} instead,"
                 f" or add a worker to those that run with `baton worker --role {settings.role}`"
             )
         return [("worker", number) for number in range(settings.workers)]
@@ -103,8 +109,9 @@ def _names(settings: Settings) -> list[tuple[str, int]]:
     ]
 
 
-def _role(role: str) -> dict[str, str]:
-    return {} if role == "worker" else {"BATON_ROLE": role}
+def _role(role: str, settings: Settings) -> dict[str, str]:
+    own = {} if role == "worker" else {"BATON_ROLE": role}
+    return {**own, "BATON_MEDIA_ENCODERS": str(role != "encode").lower()} if settings.encode else own
 
 
 def _port(settings: Settings, place: int) -> dict[str, str]:
