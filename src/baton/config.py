@@ -292,6 +292,11 @@ def control_token(settings: Settings) -> str:
     return token
 
 
+def profile_directory(settings: Settings) -> Path | None:
+    """Return where a profile is to be left, if one is to be made."""
+    return Path(settings.profile_dir).expanduser() if settings.profile_dir else None
+
+
 def cache_directory(settings: Settings) -> Path:
     """Return where what has been fetched is kept."""
     if settings.cache_dir:

@@ -1,21 +1,20 @@
 """The global router process: finds the pools of its plan, serves as if it were their workers, and follows the plan."""
 
 import asyncio
-import cProfile
 import logging
-import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from baton.config import Settings
+from baton.config import Settings, profile_directory
 from baton.control.orders import Orders
 from baton.desk import Desk, Limits
 from baton.errors import BatonError, ConfigError, Draining, EngineDead, InvalidRequest
 from baton.gate import Gate, GateState
 from baton.models.directory import read_config
 from baton.notify import beat, notify
+from baton.outcome import exit_code
 from baton.ports.runtime import Endpoint, ModelCard, Runtime, Service, Wire
 from baton.router.files import read_blueprint
 from baton.router.forward import Forwarder
@@ -32,7 +31,6 @@ log = logging.getLogger(__name__)
 
 Stamp = tuple[int, int, int]
 
-EXIT_FAILED = 75  # EX_TEMPFAIL: start me again
 LOOK_S = 0.1
 RELOAD_S = 1.0
 METRICS_S = 3.0
@@ -66,23 +64,10 @@ async def _main(settings: Settings) -> int:
         log.info("health and metrics on %s", server.url)
         notify(f"READY=1\nSTATUS=health on {server.url}")
 
-    profile = cProfile.Profile() if settings.profile_dir else None
-    if profile is not None:
-        profile.enable()
     try:
-        await router.run(stop, on_ready)
-    except ConfigError:
-        raise
-    except BatonError as error:
-        log.critical("%s: %s", error.code, error.message)
-        notify(f"STATUS={error.message}")
-        return EXIT_FAILED
+        return await exit_code(router.run(stop, on_ready), profile_directory(settings))
     finally:
-        if profile is not None:
-            profile.disable()
-            profile.dump_stats(Path(settings.profile_dir) / f"router-{os.getpid()}.pstats")
         await server.aclose()
-    return 0
 
 
 class GlobalRouter:

@@ -1,27 +1,25 @@
 """The worker process: build, start, register, serve, drain, stop. The only place that may end the process."""
 
 import asyncio
-import cProfile
 import gc
 import logging
-import os
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from baton.build import build_engine, import_engine
-from baton.config import Settings, control_token
+from baton.config import Settings, control_token, profile_directory
 from baton.control.orders import Orders
 from baton.control.presence import Absence, Presence
 from baton.desk import Desk, Limits
-from baton.errors import BatonError, ConfigError, Draining, EngineDead, Unsupported
+from baton.errors import BatonError, Draining, EngineDead, Unsupported
 from baton.gate import Gate, GateState
 from baton.health.canary import Canary, Probe, try_probe
 from baton.health.watchdog import watch
 from baton.kv_peers import kv_path, kv_service, refuse_unlike_peers
 from baton.nodes import Listener, Voice, node_path
 from baton.notify import beat, notify
+from baton.outcome import exit_code
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Endpoint, Runtime
 from baton.protocol.events import LoadSnapshot
@@ -35,7 +33,6 @@ from baton.system.shapes import Health, State
 
 log = logging.getLogger(__name__)
 
-EXIT_FAILED = 75  # EX_TEMPFAIL: start me again
 LAST_WORDS_S = 5.0
 CANCEL_TRIES = 3
 LISTING_TRIES = 2
@@ -75,22 +72,7 @@ async def _work(settings: Settings, stop: asyncio.Event, server: SystemServer) -
         gc.freeze()  # what has been loaded stays; the collector need not look at it again
         notify(f"READY=1\nSTATUS=health on {server.url}")
 
-    profile = cProfile.Profile() if settings.profile_dir else None
-    if profile is not None:
-        profile.enable()
-    try:
-        await worker.run(stop, on_ready)
-    except ConfigError:
-        raise
-    except BatonError as error:
-        log.critical("%s: %s", error.code, error.message)
-        notify(f"STATUS={error.message}")
-        return EXIT_FAILED
-    finally:
-        if profile is not None:
-            profile.disable()
-            profile.dump_stats(Path(settings.profile_dir) / f"worker-{os.getpid()}.pstats")
-    return 0
+    return await exit_code(worker.run(stop, on_ready), profile_directory(settings))
 
 
 class _Open(NamedTuple):

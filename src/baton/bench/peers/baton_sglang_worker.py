@@ -5,22 +5,21 @@ Settings come from the environment (`BATON_*`), as for any worker.
 
 import argparse
 import asyncio
-import cProfile
 import os
 from array import array
 from collections.abc import AsyncGenerator
-from pathlib import Path
 
 import msgspec
 import uvloop
 
 from baton.bench.peers.fake_sglang import Engine as Double
 from baton.bench.peers.fake_sglang import Request
-from baton.config import Settings, load
+from baton.config import Settings, load, profile_directory
 from baton.engines.sglang.compat import Dialect
 from baton.engines.sglang.params import Setting
 from baton.engines.sglang.requests import Requests
 from baton.errors import EngineDead, Unsupported
+from baton.outcome import exit_code
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
 from baton.protocol.control import Outcome, Verb
 from baton.protocol.events import Reading
@@ -103,15 +102,8 @@ async def run(settings: Settings, engine: SglangOnDouble) -> None:
     from baton.worker import Worker
 
     runtime = DynamoRuntime(settings.runtime, tells_metrics=False, reader_stall_s=60.0, leave_s=11.0)
-    profile = cProfile.Profile() if settings.profile_dir else None
-    if profile is not None:
-        profile.enable()
-    try:
-        await Worker(settings, engine, runtime).run(stop_on_signals(drain_s=settings.drain_s), lambda: None)
-    finally:
-        if profile is not None:
-            profile.disable()
-            profile.dump_stats(Path(settings.profile_dir) / f"worker-{os.getpid()}.pstats")
+    worker = Worker(settings, engine, runtime)
+    await exit_code(worker.run(stop_on_signals(drain_s=settings.drain_s), lambda: None), profile_directory(settings))
 
 
 def main() -> None:

@@ -49,7 +49,6 @@ PARTS = ("whole", "prefill", "decode")
 EVENTS_PACE_S = 0.02
 FIRST_ANSWER_S = 120.0
 ABORT_S = 5.0
-SHUTDOWN_S = 60.0
 
 
 class TrtllmEngine:
@@ -221,7 +220,7 @@ class TrtllmEngine:
                 self._watching = None
             llm, self._llm = self._llm, None
             if llm is not None:
-                await self._shut_down(llm)
+                await health.shut_down(llm)
 
     @property
     def _kept_s(self) -> float:
@@ -370,11 +369,3 @@ class TrtllmEngine:
             request.task.cancel()
         if self._readings is not None:
             self._readings.close()
-
-    async def _shut_down(self, llm: Llm) -> None:
-        try:
-            await asyncio.wait_for(aside("trtllm-stop", llm.shutdown), SHUTDOWN_S)
-        except TimeoutError:
-            log.warning("TensorRT-LLM did not end within %g s", SHUTDOWN_S)
-        except Exception as error:  # noqa: BLE001 - it is to end, and nobody can do more
-            log.warning("TensorRT-LLM ended with an error: %r", error)

@@ -31,7 +31,6 @@ from baton.protocol.ids import RequestId
 log = logging.getLogger(__name__)
 
 ABORT_S = 5.0
-SHUTDOWN_S = 60.0
 LOAD_S = 0.25
 
 
@@ -188,7 +187,7 @@ class TrtllmEncoder:
                 self._watching = None
             encoder, self._encoder = self._encoder, None
             if encoder is not None:
-                await self._shut_down(encoder)
+                await health.shut_down(encoder)
 
     def _make(self, library: Library) -> Encoder:
         """On a thread: whoever waits for it may have gone when it is done."""
@@ -277,14 +276,6 @@ class TrtllmEncoder:
         for encoding in held.values():
             encoding.let_go()
         self._death.set()
-
-    async def _shut_down(self, encoder: Encoder) -> None:
-        try:
-            await asyncio.wait_for(aside("trtllm-stop", encoder.shutdown), SHUTDOWN_S)
-        except TimeoutError:
-            log.warning("TensorRT-LLM did not end within %g s", SHUTDOWN_S)
-        except Exception as error:  # noqa: BLE001 - it is to end, and nobody can do more
-            log.warning("TensorRT-LLM ended with an error: %r", error)
 
 
 def _ask(encoder: Encoder, library: Library, work: EncodeWork) -> EncodeResult:

@@ -1,6 +1,7 @@
 """Whether the library's engine lives: asked now and then, off the event loop. No answer is an answer."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import cast
 
@@ -11,6 +12,9 @@ from baton.errors import BatonError, EngineDead, EngineFailed
 
 HEALTH_EVERY_S = 2.0
 HEALTH_LIMIT_S = 30.0
+SHUTDOWN_S = 60.0
+
+log = logging.getLogger(__name__)
 
 
 def accepts(engine: Living | None) -> bool:
@@ -46,3 +50,13 @@ def meaning(error: Exception, engine: Living | None, library: Library) -> BatonE
     if (gone is not None and isinstance(error, gone)) or not accepts(engine):
         return EngineDead(f"TensorRT-LLM has died: {error!r}")
     return EngineFailed(f"TensorRT-LLM failed the request: {error!r}")
+
+
+async def shut_down(engine: Living) -> None:
+    """End `engine`, off the event loop; one that does not end in time, or fails to, is left."""
+    try:
+        await asyncio.wait_for(aside("trtllm-stop", engine.shutdown), SHUTDOWN_S)
+    except TimeoutError:
+        log.warning("TensorRT-LLM did not end within %g s", SHUTDOWN_S)
+    except Exception as error:  # noqa: BLE001 - it is to end, and nobody can do more
+        log.warning("TensorRT-LLM ended with an error: %r", error)
