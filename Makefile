@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: serve test test-fast test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-engine-peers cluster-packages clean
+.PHONY: serve test test-fast test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers cluster-packages clean
 
 serve: $(STAMP)
 	$(BIN)/baton serve $(ARGS)
@@ -31,7 +31,7 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m baton.docs
 
-bench: bench-path bench-engine bench-disagg bench-handlers
+bench: bench-path bench-engine bench-disagg bench-handlers bench-router
 
 bench-path: $(STAMP)
 	$(BIN)/python -m baton.bench.path $(ARGS)
@@ -44,6 +44,9 @@ bench-disagg: $(STAMP)
 
 bench-handlers: $(STAMP)
 	$(BIN)/python -m baton.bench.handlers $(ARGS)
+
+bench-router: $(STAMP)
+	$(BIN)/python -m baton.bench.router $(ARGS)
 
 # Other engines to compare with, each in an environment of its own under .bench/ (4.4 GB).
 bench-engine-peers:

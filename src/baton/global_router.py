@@ -1,6 +1,7 @@
 """The global router process: finds the pools of its plan, serves as if it were their workers, and follows the plan."""
 
 import asyncio
+import gc
 import logging
 import sys
 from collections.abc import Callable, Coroutine
@@ -62,6 +63,7 @@ async def _main(settings: Settings) -> int:
 
     def on_ready() -> None:
         log.info("health and metrics on %s", server.url)
+        gc.freeze()  # what has been loaded stays; the collector need not look at it again
         notify(f"READY=1\nSTATUS=health on {server.url}")
 
     try:

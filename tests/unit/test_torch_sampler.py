@@ -116,7 +116,7 @@ def allowed_tokens(logits: list[float], sequence: Sequence, slack: float) -> set
     if plan.top_k:
         least = logits[order[plan.top_k - 1]] - slack
         order = [token for token in order if logits[token] >= least]
-    if plan.top_p < 1.0:
+    if plan.top_p < 1.0 and order:  # tightened, a tie leaves nobody
         mass, total = 0.0, sum(weights[token] for token in order)
         for token in order:
             mass += weights[token]
