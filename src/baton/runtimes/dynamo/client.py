@@ -101,6 +101,7 @@ class _Call:
         try:
             return await pending
         except StopAsyncIteration:
+            self._sending = None  # there is nobody left to stop
             return None
         except asyncio.CancelledError:
             if self.left and pending.cancelled():
