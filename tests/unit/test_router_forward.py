@@ -3,6 +3,7 @@
 import asyncio
 import copy
 
+import msgspec
 import pytest
 from router_pools import LAST, REQUEST, Fleet
 
@@ -18,7 +19,8 @@ from baton.errors import (
 from baton.ports.runtime import Wire
 from baton.protocol.lifecycle import State
 from baton.router.ask import read_ask
-from baton.router.plan import Retry
+from baton.router.grid import Grid
+from baton.router.plan import Aggregated, Plan, Retry
 from baton.runtimes.memory import MemoryContext
 from baton.testing import eventually, run_bounded
 
@@ -241,6 +243,12 @@ def test_a_new_plan_keeps_what_is_known_of_pools_that_stay() -> None:
         after = fleet.routes.part("aggregated").states
         assert [new is old for new, old in zip(after, before, strict=True)] == [True, True]
         assert after[0].pool.queue_limit == 3
+        alone = fleet.plan()
+        part = msgspec.structs.replace(alone.parts["aggregated"], pools=alone.parts["aggregated"].pools[:1])
+        grid = Grid((), (0,))
+        await fleet.routes.adopt(Plan(mode=Aggregated(msgspec.structs.replace(part, grid=grid))))
+        await fleet.routes.adopt(fleet.plan())
+        assert fleet.routes.part("aggregated").states[1] is before[1], "a pool that comes back is the same"
 
     run_bounded(body())
 

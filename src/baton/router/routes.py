@@ -9,11 +9,12 @@ from baton.router.pools import PartRoutes, PoolState
 
 
 class Routes:
-    """What the router goes by now. A pool that stays in the plan keeps its client and what was measured of it."""
+    """What the router goes by now. A pool that stays in the plan, or comes back, keeps its client and measurements."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._parts: dict[PartName, PartRoutes] = {}
+        self._known: dict[tuple[object, ...], PoolState] = {}  # the runtime does not let go of a client either
 
     def part(self, name: PartName) -> PartRoutes:
         """Return a part as the plan in force has it."""
@@ -32,13 +33,8 @@ class Routes:
         self._parts = {name: PartRoutes(name, plan, states) for name, states in found.items()}
 
     async def _state(self, name: PartName, pool: Pool) -> PoolState:
-        known = self._parts.get(name)
-        for state in known.states if known is not None else ():
-            if _reached(state.pool) == _reached(pool):
-                return state
-        client = await self._runtime.client(pool.path, pool.block_size if pool.spread == "kv" else None)
-        return PoolState(pool, client, asyncio.get_running_loop().time)
-
-
-def _reached(pool: Pool) -> tuple[object, ...]:
-    return pool.path, pool.spread, pool.block_size
+        key = (name, pool.path, pool.spread, pool.block_size)
+        if key not in self._known:
+            client = await self._runtime.client(pool.path, pool.block_size if pool.spread == "kv" else None)
+            self._known[key] = PoolState(pool, client, asyncio.get_running_loop().time)
+        return self._known[key]
