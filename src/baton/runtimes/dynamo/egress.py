@@ -3,7 +3,8 @@
 The runtime queues what is pushed. Of a stream that nobody reads it holds some three hundred messages, and what the
 sockets' buffers take on top; then `send` blocks the thread that called it. So what surely fits is pushed from the event
 loop, which is cheap, and everything after it from a thread of the stream's own: a stalled reader then holds up that
-thread alone, while its tokens merge in the engine's stream.
+thread alone, while its tokens merge in the engine's stream. The thread gets a few messages ahead, so that a reader who
+keeps up costs nobody a wait.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from baton.ports.runtime import Wire
 
 INLINE_MESSAGES = 256
 INLINE_BYTES = 65_536
+AHEAD = 16
 
 
 class Sender(Protocol):
@@ -52,11 +54,8 @@ class Egress:
             return
         if self._thread is None:
             self._thread = _SenderThread(self._sender)
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await self._thread.send(message)
-        except TimeoutError:
-            raise ReaderStalled(f"the client has not read for {self._stall_s:g} s") from None
+        self._thread.put(message)
+        await self._until_left(AHEAD)
 
     def _fits(self, message: Wire) -> bool:
         """Whether the runtime takes `message` without blocking even if nothing of this stream has been read."""
@@ -67,9 +66,21 @@ class Egress:
             self._bytes += len(msgspec.msgpack.encode(message))
         return self._bytes < INLINE_BYTES
 
-    def close(self) -> None:
-        """End the stream well."""
+    async def close(self) -> None:
+        """End the stream well, once all of it has been sent. Raises as `send` does."""
+        await self._until_left(0)
         self._sender.close()
+
+    async def _until_left(self, count: int) -> None:
+        """Wait until no more than `count` messages are left to send."""
+        if self._thread is None or self._thread.left <= count:
+            return
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._thread.until_left(count)
+        except TimeoutError:
+            self.release()
+            raise ReaderStalled(f"the client has not read for {self._stall_s:g} s") from None
 
     def release(self) -> None:
         """Let the thread go, if there is one. It ends when its last send returns."""
@@ -78,42 +89,71 @@ class Egress:
 
 
 class _SenderThread:
-    """A daemon thread that sends for one stream, so that nothing else waits for its reader."""
+    """A daemon thread that sends for one stream, so that nothing else waits for its reader.
+
+    The loop counts what it puts in and the thread what it has sent. Whoever waits says so first and looks again then;
+    the thread counts first and looks for who waits then: one of them sees the other, with no lock between them.
+    """
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[tuple[Wire, asyncio.Future[None]] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Wire | None] = queue.SimpleQueue()
+        self._put = 0
+        self._sent = 0
+        self._error: Exception | None = None
+        self._released = False
+        self._waiting: asyncio.Future[None] | None = None
         threading.Thread(target=self._run, name="baton-egress", daemon=True).start()
 
-    async def send(self, message: Wire) -> None:
-        done: asyncio.Future[None] = self._loop.create_future()
-        self._inbox.put((message, done))
-        await done
+    @property
+    def left(self) -> int:
+        """How many messages have not been sent. Raises what one of them failed with."""
+        if self._error is not None:
+            raise self._error
+        return self._put - self._sent
+
+    def put(self, message: Wire) -> None:
+        """Take `message` to be sent after those before it. Raises what one of those failed with."""
+        if self._error is not None:
+            raise self._error
+        self._put += 1
+        self._inbox.put(message)
+
+    async def until_left(self, count: int) -> None:
+        """Wait until no more than `count` messages are left. Raises what one of them failed with."""
+        try:
+            while True:
+                self._waiting = self._loop.create_future()
+                if self.left <= count:
+                    return
+                await self._waiting
+        finally:
+            self._waiting = None
 
     def release(self) -> None:
+        """Send nothing more, and end."""
+        self._released = True
         self._inbox.put(None)
 
     def _run(self) -> None:
-        while (item := self._inbox.get()) is not None:
-            message, done = item
-            error: Exception | None = None
+        while (message := self._inbox.get()) is not None and not self._released:
             try:
                 self._sender.send(message)
             except RuntimeError:
-                error = Cancelled("the client left")
-            except Exception as raised:  # noqa: BLE001 - raised where the message was sent
-                error = raised
-            try:
-                self._loop.call_soon_threadsafe(_settle, done, error)
-            except RuntimeError:  # the loop has closed: nobody waits for the answer
+                self._error = Cancelled("the client left")
+            except Exception as raised:  # noqa: BLE001 - raised where the next message is sent
+                self._error = raised
+            self._sent += 1
+            if (waiting := self._waiting) is not None:
+                try:
+                    self._loop.call_soon_threadsafe(_settle, waiting)
+                except RuntimeError:  # the loop has closed: nobody waits
+                    return
+            if self._error is not None:
                 return
 
 
-def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
+def _settle(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)

@@ -107,7 +107,7 @@ class _Server:
                         await egress.send(encode(reply))
                     except BatonError as failure:
                         await replies.athrow(failure)  # so that the handler knows why it ends
-            egress.close()
+            await egress.close()
         except BaseException as raised:  # noqa: BLE001 - translated, and handed to the runtime below
             leaving = self._closing and isinstance(raised, asyncio.CancelledError)
             error = to_runtime(Draining("this process is shutting down") if leaving else raised)
