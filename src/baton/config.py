@@ -137,7 +137,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cache_dir: Annotated[
         str, _about("where fetched models are kept; empty is $XDG_CACHE_HOME/baton or ~/.cache/baton", _WORK_ROUTE)
     ] = ""
-    profile_dir: Annotated[str, _about("write a cProfile of the worker's event loop here at exit", _WORK)] = ""
+    profile_dir: Annotated[str, _about("write a cProfile of the event loop here at exit", _WORK_ROUTE)] = ""
     runtime: RuntimeOptions = RuntimeOptions()
     transfer: TransferOptions = TransferOptions()
     media: MediaOptions = MediaOptions()

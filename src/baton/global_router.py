@@ -34,6 +34,7 @@ Stamp = tuple[int, int, int]
 
 LOOK_S = 0.1
 RELOAD_S = 1.0
+LISTING_TRIES = 3
 METRICS_S = 3.0
 LAST_WORDS_S = 5.0
 BLOCK_SIZE = 16
@@ -92,7 +93,7 @@ class GlobalRouter:
         try:
             if await _unless(stop, self._start()):
                 on_ready()
-                await _unless(stop, self._follow_plan())
+                await _unless(stop, self._look_after())
             await self._leave()
         finally:
             await self._runtime.shutdown()
@@ -177,24 +178,33 @@ class GlobalRouter:
         parts = self.routes.parts()
         return [routes.name for routes in parts if not any(state.client.instances() for state in routes.states)]
 
-    async def _follow_plan(self) -> None:
-        """Adopt the plan anew whenever its file changes; one that is not valid changes nothing."""
-        while True:
+    async def _look_after(self) -> None:
+        """Follow the plan's file, and see that discovery has this router. Raises EngineDead once it has not.
+
+        Discovery forgets who was frozen for too long, and nobody tells.
+        """
+        missed = 0
+        while missed < LISTING_TRIES:
             await asyncio.sleep(RELOAD_S)
-            if (now := _stamp(self._file)) in (self._stamp, None):
-                continue
-            self._stamp = now
-            try:
-                blueprint = await asyncio.to_thread(read_blueprint, self._file, self._settings.namespace)
-                if set(blueprint.plan.parts) != {routes.name for routes in self.routes.parts()}:
-                    raise ConfigError("mode: a router that runs cannot change it; start another one")
-                await self.routes.adopt(blueprint.plan)
-            except BatonError as error:
-                log.error("the plan has changed and is not taken: %s", error.message)
-                self.observed.reloaded("refused")
-            else:
-                log.info("the plan has changed and is in force")
-                self.observed.reloaded("adopted")
+            missed = 0 if all(endpoint.is_listed for endpoint in self._endpoints) else missed + 1
+            if (now := _stamp(self._file)) not in (self._stamp, None):
+                self._stamp = now
+                await self._change_plan()
+        raise EngineDead("discovery has lost this router; a restart brings it back")
+
+    async def _change_plan(self) -> None:
+        """Adopt the plan anew; one that is not valid changes nothing."""
+        try:
+            blueprint = await asyncio.to_thread(read_blueprint, self._file, self._settings.namespace)
+            if set(blueprint.plan.parts) != {routes.name for routes in self.routes.parts()}:
+                raise ConfigError("mode: a router that runs cannot change it; start another one")
+            await self.routes.adopt(blueprint.plan)
+        except BatonError as error:
+            log.error("the plan has changed and is not taken: %s", error.message)
+            self.observed.reloaded("refused")
+        else:
+            log.info("the plan has changed and is in force")
+            self.observed.reloaded("adopted")
 
     async def _leave(self) -> None:
         """Leave discovery, let requests finish for `drain_s`, fail the rest so that they move elsewhere."""

@@ -1,10 +1,12 @@
 """A `baton serve --topology`: a router, and workers in pools behind it."""
 
+import asyncio
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -39,6 +41,35 @@ class Pooled(Serve):
         eventually(self._announced, self.start_s, "the ready line")
         for number in range(self.workers):
             eventually(lambda n=number: self.health(n) == 200, self.start_s, f"process {number} is ready")
+
+    def answers(
+        self, body: Mapping[str, Any], count: int, every_s: float, meanwhile: Mapping[float, Callable[[], object]]
+    ) -> list[str]:
+        """Send `count` requests one after the other; return what was said. `meanwhile` is done by its seconds."""
+
+        async def run() -> list[str]:
+            async with self.async_client() as client, asyncio.timeout(120):
+
+                async def send(number: int) -> str:
+                    await asyncio.sleep(number * every_s)
+                    answer = await client.chat.completions.create(**body)
+                    return answer.choices[0].message.content or ""
+
+                async def act(after_s: float, what: Callable[[], object]) -> None:
+                    await asyncio.sleep(after_s)
+                    await asyncio.to_thread(what)
+
+                sending = asyncio.gather(*(send(number) for number in range(count)))
+                await asyncio.gather(*(act(after_s, what) for after_s, what in meanwhile.items()))
+                return await sending
+
+        return asyncio.run(run())
+
+    def router(self) -> psutil.Process:
+        """Return the process of the router."""
+        return eventually(
+            lambda: next((child for child in self.children() if "router" in child.cmdline()), None), what="the router"
+        )
 
     def decisions(self, part: str) -> dict[str, int]:
         """Return how many requests have been sent to each pool of a part."""

@@ -1,18 +1,17 @@
 """The global router over prefill and decode pools, and over workers that have caches of their own."""
 
-import asyncio
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("torch")
 
 from baton.testing.tiny import make_tiny_model
 from e2e.disagg import Reading
-from e2e.harness import Serve, eventually
+from e2e.harness import Process, Serve, eventually
 from e2e.pooled import ROUTER, Pooled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -134,22 +133,8 @@ def test_requests_go_on_when_a_pool_of_either_part_dies(start: Callable[..., Poo
     pooled = start(Pooled, topology(model), workers=4)
     expected = say(pooled, "What is the capital of Japan?", 24)
 
-    async def run() -> list[str]:
-        async with pooled.async_client() as client:
-
-            async def send(number: int) -> str:
-                await asyncio.sleep(number * 0.05)
-                answer = await client.chat.completions.create(**chat("What is the capital of Japan?", 24))
-                return answer.choices[0].message.content or ""
-
-            sending = [asyncio.create_task(send(number)) for number in range(60)]
-            await asyncio.sleep(1.0)
-            pooled.worker(QUICK).send_signal(signal.SIGKILL)
-            await asyncio.sleep(0.5)
-            pooled.worker(MANY).send_signal(signal.SIGKILL)
-            return await asyncio.gather(*sending)
-
-    assert set(asyncio.run(run())) == {expected}
+    deaths = {1.0: lambda: pooled.worker(QUICK).kill(), 1.5: lambda: pooled.worker(MANY).kill()}
+    assert set(pooled.answers(chat("What is the capital of Japan?", 24), 60, 0.05, deaths)) == {expected}
     after = sent(pooled)
     assert after["prefill"].get("bulk", 0) > 0
     assert after["decode"].get("few", 0) > 0
@@ -184,12 +169,8 @@ def test_within_a_pool_a_prompt_goes_where_its_beginning_is(start: Callable[...,
 
 
 def test_workers_that_a_pool_cannot_have_are_refused_before_anything_starts(tmp_path: Path, model: str) -> None:
-    from e2e.harness import Process
-
     described = topology(model)
     described["decode"]["pools"][1]["workers"] = {"count": 1, "settings": {"torch": {"blocs": 3}}}
-    import yaml
-
     file = tmp_path / "pools.yaml"
     file.write_text(yaml.safe_dump(described))
     process = Process(["serve", "--topology", str(file)], tmp_path / "out.log")

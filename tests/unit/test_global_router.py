@@ -67,13 +67,13 @@ class Stage:
         """Run the router for the length of the block, with a worker for each part."""
         await self.add("baton-prefill-one.prefill.generate")
         await self.add("baton-decode-one.decode.generate")
-        task = asyncio.create_task(self.router.run(self.stop, self.ready.set))
+        self.task = asyncio.create_task(self.router.run(self.stop, self.ready.set))
         try:
             await asyncio.wait_for(self.ready.wait(), 10)
             yield
         finally:
             self.stop.set()
-            await task
+            await self.task
 
 
 def test_it_is_found_when_every_part_has_a_worker_and_not_before(tmp_path: Path) -> None:
@@ -164,6 +164,22 @@ def test_a_part_without_workers_is_an_illness_that_passes(tmp_path: Path) -> Non
             assert stage.router.health().ready
             assert 'baton_router_pool_instances{part="decode",pool="one"} 1.0' in await stage.router.metrics()
             assert stage.router.control() is None
+
+    run_bounded(body())
+
+
+def test_a_router_that_discovery_has_lost_ends_so_that_it_is_started_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        stage = Stage(tmp_path)
+
+        async def lose() -> None:
+            async with stage.running():
+                stage.endpoint("decode_generate").listed = False
+                await asyncio.wait([stage.task])
+
+        with pytest.raises(EngineDead, match="discovery has lost this router"):
+            await lose()
+        assert stage.runtime.endpoints["baton.router.prefill_generate"][0].is_listed is False
 
     run_bounded(body())
 
