@@ -22,31 +22,31 @@ test-sglang:
 	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-sglang/bin/python -m pytest tests/real_sglang $(ARGS)
 
 check: $(STAMP)
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests bench tools
+	$(BIN)/ruff check src tests bench tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
-	$(BIN)/python -m baton.docs --check
+	$(BIN)/python -m tools.generate_docs --check
 
 docs: $(STAMP)
-	$(BIN)/python -m baton.docs
+	$(BIN)/python -m tools.generate_docs
 
 bench: bench-path bench-engine bench-disagg bench-handlers bench-router
 
 bench-path: $(STAMP)
-	$(BIN)/python -m baton.bench.path $(ARGS)
+	$(BIN)/python -m bench.path $(ARGS)
 
 bench-engine: $(STAMP)
-	$(BIN)/python -m baton.bench.engine $(ARGS)
+	$(BIN)/python -m bench.engine $(ARGS)
 
 bench-disagg: $(STAMP)
-	$(BIN)/python -m baton.bench.disagg $(ARGS)
+	$(BIN)/python -m bench.disagg $(ARGS)
 
 bench-handlers: $(STAMP)
-	$(BIN)/python -m baton.bench.handlers $(ARGS)
+	$(BIN)/python -m bench.handlers $(ARGS)
 
 bench-router: $(STAMP)
-	$(BIN)/python -m baton.bench.router $(ARGS)
+	$(BIN)/python -m bench.router $(ARGS)
 
 # Other engines to compare with, each in an environment of its own under .bench/ (4.4 GB).
 bench-engine-peers:

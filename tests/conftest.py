@@ -4,7 +4,8 @@ import os
 
 from hypothesis import settings
 
-from baton.runtimes.dynamo.options import RuntimeOptions, environment
+from baton.config.runtime import RuntimeOptions
+from baton.runtimes.dynamo.environment import environment
 
 _RUNTIME = environment(RuntimeOptions())
 

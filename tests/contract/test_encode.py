@@ -11,12 +11,11 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.config.engines import EchoOptions, TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR, EchoEngine
-from baton.engines.echo.options import EchoOptions
 from baton.engines.trtllm import health
 from baton.engines.trtllm.adapter import TrtllmEngine
 from baton.engines.trtllm.encoder import TrtllmEncoder
-from baton.engines.trtllm.options import TrtllmOptions
 from baton.errors import Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.media.images import trial_picture
 from baton.ports.engine import EncodeWork, Engine, Work
@@ -28,7 +27,7 @@ from baton.protocol.requests import Sampling, StopConditions
 from baton.testing import eventually, run_bounded, running
 from baton.testing.encode_contract import EncodeContract
 from baton.testing.engine_session import read_to_the_end
-from baton.testing.trtllm_double import World, make_library
+from tests.doubles.trtllm import World, make_library
 
 VERSIONS = ["1.2.1", "1.3.0rc22", "1.3.0rc25"]
 ARGUMENTS = (

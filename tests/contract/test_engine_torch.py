@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.config.engines import TorchOptions
 from baton.engines.torch.engine import TorchEngine
-from baton.engines.torch.options import TorchOptions
 from baton.ports.engine import Engine
 from baton.testing.engine_contract import EngineContract
-from baton.testing.tiny import make_tiny_model
+from tests.doubles.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)

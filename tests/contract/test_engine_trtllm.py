@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.config.engines import TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR
 from baton.engines.trtllm.adapter import TrtllmEngine
-from baton.engines.trtllm.options import TrtllmOptions
 from baton.ports.engine import Engine
 from baton.testing.engine_contract import EngineContract
-from baton.testing.trtllm_double import World, make_library
+from tests.doubles.trtllm import World, make_library
 
 ARGUMENTS = (
     "--max_batch_size=4",

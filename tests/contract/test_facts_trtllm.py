@@ -13,23 +13,23 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.config.engines import TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR
 from baton.engines.trtllm import compat, foreign, handles, handoff, kv_view, readings
-from baton.engines.trtllm.arguments import (
+from baton.engines.trtllm.llm_args import (
     NOT_AUTODEPLOY,
     build_arguments,
     build_encoder_arguments,
     plan_arguments,
     plan_encoder_arguments,
 )
-from baton.engines.trtllm.options import TrtllmOptions
 from baton.errors import ConfigError
-from baton.testing.facts import DIRECTORY, NotInFacts, keys_in, load_facts, problems_of, ways_round_types
-from baton.testing.trtllm_double import World, make_library
+from tests.doubles.trtllm import World, make_library
+from tests.doubles.trtllm_facts import FACTS_FILE, NotInFacts, keys_in, load_facts, problems_of, ways_round_types
 
-FACTS = load_facts("trtllm")
+FACTS = load_facts()
 PACKAGE = Path(inspect.getfile(foreign)).parent
-CONTENT = msgspec.json.decode((DIRECTORY / "trtllm.json").read_bytes())
+CONTENT = msgspec.json.decode((FACTS_FILE).read_bytes())
 
 
 def double(version: str) -> Any:

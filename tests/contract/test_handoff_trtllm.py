@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.config.engines import TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR
 from baton.engines.trtllm.adapter import TrtllmEngine
-from baton.engines.trtllm.options import TrtllmOptions
 from baton.errors import Cancelled, InvalidRequest, PeerLost, Unsupported
 from baton.ports.engine import HandoffStyle, Work
 from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Produce, Trial
@@ -21,7 +21,7 @@ from baton.protocol.outputs import Finished, FinishReason, HandoffReady, TokenDe
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 from baton.testing import eventually, run_bounded, running
 from baton.testing.engine_session import Session, read_to_the_end
-from baton.testing.trtllm_double import World, make_library
+from tests.doubles.trtllm import World, make_library
 
 VERSIONS = ["1.2.1", "1.3.0rc22", "1.3.0rc25"]
 ARGUMENTS = (

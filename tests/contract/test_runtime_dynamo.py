@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from dynamo import _core
 
+from baton.config.runtime import RuntimeOptions
 from baton.ports.runtime import Context, Runtime, Service, Wire
 from baton.protocol.events import KvCleared, KvStored
-from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.testing import RuntimeContract, run_bounded
 from baton.testing.runtime_contract import CARD, PATH

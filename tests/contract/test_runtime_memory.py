@@ -3,8 +3,8 @@
 from collections.abc import AsyncGenerator
 
 from baton.ports.runtime import Context, Runtime, Service, Wire
-from baton.runtimes.memory import MemoryContext, MemoryRuntime
 from baton.testing import RuntimeContract, run_bounded
+from baton.testing.memory_runtime import MemoryContext, MemoryRuntime
 
 
 class TestMemoryRuntime(RuntimeContract):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from e2e.harness import Serve, System, running
+from tests.e2e.harness import Serve, System, running
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from e2e.harness import System
+from tests.e2e.harness import System
 
 PREFILL, DECODE = 0, 1
 POLL_S = 0.005

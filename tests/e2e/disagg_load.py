@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from baton.testing.tiny import make_tiny_model
 from baton.transfer import wire
-from e2e.harness import Cluster, Process, Serve, System, eventually
+from tests.doubles.tiny_models import make_tiny_model
+from tests.e2e.harness import Cluster, Process, Serve, System, eventually
 
 MODEL = "tiny"
 COMPLETIONS = "/v1/completions"

@@ -10,7 +10,7 @@ import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from e2e.harness import LOAD_S, Process, Serve, System, eventually, fetch, running
+from tests.e2e.harness import LOAD_S, Process, Serve, System, eventually, fetch, running
 
 ROUTER = 0
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from e2e.harness import Serve
+from tests.e2e.harness import Serve
 
 pytestmark = pytest.mark.e2e
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import openai
 import pytest
 
-from e2e.harness import Serve, events, eventually
+from tests.e2e.harness import Serve, events, eventually
 
 pytestmark = pytest.mark.e2e
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import BATON, environment, free_ports
+from tests.e2e.harness import BATON, environment, free_ports
 
 pytestmark = pytest.mark.e2e
 

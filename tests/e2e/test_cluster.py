@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from e2e.harness import Cluster, echoed, eventually, free_ports
-from e2e.test_lifecycle import CHAT, PROMPT, assert_some_moved, begin, body, moves
+from tests.e2e.harness import Cluster, echoed, eventually, free_ports
+from tests.e2e.test_lifecycle import CHAT, PROMPT, assert_some_moved, begin, body, moves
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from baton.testing.tiny import make_tiny_model
-from e2e.harness import BATON, Process, Serve, System, environment, eventually, fetch, free_ports
+from tests.doubles.tiny_models import make_tiny_model
+from tests.e2e.harness import BATON, Process, Serve, System, environment, eventually, fetch, free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

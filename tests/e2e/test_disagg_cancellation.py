@@ -20,8 +20,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from baton.testing.tiny import make_tiny_model
-from e2e.disagg import (
+from tests.doubles.tiny_models import make_tiny_model
+from tests.e2e.disagg import (
     DECODE,
     PREFILL,
     Reading,
@@ -31,7 +31,7 @@ from e2e.disagg import (
     seconds_until,
     seconds_until_free,
 )
-from e2e.harness import Serve, events, eventually
+from tests.e2e.harness import Serve, events, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -15,13 +15,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from baton.config.runtime import RuntimeOptions
 from baton.ports.runtime import Client, Wire
 from baton.ports.transfer import KvMemory, KvShape
 from baton.protocol.codec import convert
-from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.transfer import wire
-from e2e.disagg_load import (
+from tests.e2e.disagg_load import (
     BOUND_S,
     EXACT,
     QUICK,
@@ -38,7 +38,7 @@ from e2e.disagg_load import (
     reference,
     rooms,
 )
-from e2e.harness import BATON, Serve, eventually, free_ports
+from tests.e2e.harness import BATON, Serve, eventually, free_ports
 
 __all__ = ["letters"]
 
@@ -379,7 +379,7 @@ def test_a_full_dev_shm_is_not_needed(
     wrapper = tmp_path / "baton"
     wrapper.write_text(f'#!/bin/sh\nexec {" ".join(command)} \'{full}; exec "$0" "$@"\' {BATON} "$@"\n')
     wrapper.chmod(0o755)
-    monkeypatch.setattr("e2e.harness.BATON", str(wrapper))
+    monkeypatch.setattr("tests.e2e.harness.BATON", str(wrapper))
     serve = start(Serve, "--model", str(letters), *EXACT, "--transfer-ways", "shm", engine="torch", prefill=1, decode=1)
     mounts = Path(f"/proc/{serve.worker(1).pid}/mounts").read_text()
     assert "full /dev/shm" in mounts

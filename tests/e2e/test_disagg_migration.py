@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from e2e.disagg_load import (
+from tests.e2e.disagg_load import (
     EXACT,
     QUICK,
     Answer,
@@ -21,7 +21,7 @@ from e2e.disagg_load import (
     make_questions,
     reference,
 )
-from e2e.harness import Serve, eventually
+from tests.e2e.harness import Serve, eventually
 
 __all__ = ["letters"]
 

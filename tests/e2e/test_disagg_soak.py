@@ -21,9 +21,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from baton.testing.tiny import make_tiny_model
-from e2e.disagg import PREFILL, Reading, difference, seconds_until_free
-from e2e.harness import Serve
+from tests.doubles.tiny_models import make_tiny_model
+from tests.e2e.disagg import PREFILL, Reading, difference, seconds_until_free
+from tests.e2e.harness import Serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 

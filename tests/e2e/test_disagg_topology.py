@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("torch")
 
-from e2e.disagg_load import (
+from tests.e2e.disagg_load import (
     EXACT,
     Apart,
     Load,
@@ -25,7 +25,7 @@ from e2e.disagg_load import (
     make_questions,
     reference,
 )
-from e2e.harness import LOAD_S, Process, Serve, environment, eventually, fetch, free_ports
+from tests.e2e.harness import LOAD_S, Process, Serve, environment, eventually, fetch, free_ports
 
 __all__ = ["letters"]
 

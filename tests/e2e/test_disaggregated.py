@@ -8,12 +8,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from baton.config import Settings, cache_directory
+from baton.config.directories import cache_directory
+from baton.config.settings import Settings
 from baton.errors import ConfigError
 from baton.models.demo import DEMOS, prepare_demo
-from baton.testing.tiny import make_tiny_model
 from baton.transfer import nixl
-from e2e.harness import Serve, eventually
+from tests.doubles.tiny_models import make_tiny_model
+from tests.e2e.harness import Serve, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -14,10 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from baton.config import Settings, cache_directory  # noqa: E402
+from baton.config.directories import cache_directory  # noqa: E402
+from baton.config.settings import Settings  # noqa: E402
 from baton.errors import ConfigError  # noqa: E402
 from baton.models.demo import DEMOS, prepare_demo  # noqa: E402
-from e2e.harness import Cluster, Serve, eventually  # noqa: E402
+from tests.e2e.harness import Cluster, Serve, eventually  # noqa: E402
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

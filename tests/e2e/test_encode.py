@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from PIL import Image
 
-from e2e.disagg import Reading
-from e2e.harness import Cluster, Process, Serve, System, eventually
+from tests.e2e.disagg import Reading
+from tests.e2e.harness import Cluster, Process, Serve, System, eventually
 
 pytestmark = pytest.mark.e2e
 

@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 import schemathesis
 
-from e2e.harness import Serve, events
+from tests.e2e.harness import Serve, events
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

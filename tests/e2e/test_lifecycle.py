@@ -10,7 +10,7 @@ import openai
 import psutil
 import pytest
 
-from e2e.harness import Cluster, Serve, System, assert_unbroken, eventually
+from tests.e2e.harness import Cluster, Serve, System, assert_unbroken, eventually
 
 pytestmark = pytest.mark.e2e
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from e2e.harness import Serve, echoed, events, eventually
+from tests.e2e.harness import Serve, echoed, events, eventually
 
 pytestmark = pytest.mark.e2e
 

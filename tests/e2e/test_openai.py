@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from e2e.harness import Serve, echoed
+from tests.e2e.harness import Serve, echoed
 
 pytestmark = pytest.mark.e2e
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from baton.router.ask import Ask
 from baton.router.files import read_blueprint
 from baton.router.grid import Point
 from baton.router.plan import Part
+from baton.router.request_view import Ask
 from baton.router.select import select_pool
-from e2e.harness import assert_unbroken, eventually
-from e2e.pooled import ROUTER, Pooled
+from tests.e2e.harness import assert_unbroken, eventually
+from tests.e2e.pooled import ROUTER, Pooled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

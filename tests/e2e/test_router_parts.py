@@ -9,10 +9,10 @@ import yaml
 
 pytest.importorskip("torch")
 
-from baton.testing.tiny import make_tiny_model
-from e2e.disagg import Reading
-from e2e.harness import Process, Serve, eventually
-from e2e.pooled import ROUTER, Pooled
+from tests.doubles.tiny_models import make_tiny_model
+from tests.e2e.disagg import Reading
+from tests.e2e.harness import Process, Serve, eventually
+from tests.e2e.pooled import ROUTER, Pooled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from e2e.harness import Serve, eventually
+from tests.e2e.harness import Serve, eventually
 
 pytestmark = [pytest.mark.e2e]
 

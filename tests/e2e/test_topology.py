@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from baton.testing.tiny import make_tiny_model
-from e2e.harness import LOAD_S, Process, Serve, environment, eventually, free_ports
+from tests.doubles.tiny_models import make_tiny_model
+from tests.e2e.harness import LOAD_S, Process, Serve, environment, eventually, free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

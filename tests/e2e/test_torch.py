@@ -12,10 +12,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from baton.config import Settings, cache_directory
+from baton.config.directories import cache_directory
+from baton.config.settings import Settings
 from baton.errors import ConfigError
 from baton.models.demo import DEMOS, prepare_demo
-from e2e.harness import Serve
+from tests.e2e.harness import Serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from e2e.harness import Serve, echoed, eventually
+from tests.e2e.harness import Serve, echoed, eventually
 
 pytestmark = pytest.mark.e2e
 

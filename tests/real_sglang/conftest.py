@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.conftest import pytest_runtest_makereport, start, start_shared  # noqa: F401
+from tests.e2e.conftest import pytest_runtest_makereport, start, start_shared  # noqa: F401
 
 collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["test_*.py"]
 
@@ -20,6 +20,6 @@ def _sigquit() -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model that is quick."""
-    from baton.testing.tiny import make_tiny_model
+    from tests.doubles.tiny_models import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)

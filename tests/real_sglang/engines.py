@@ -9,13 +9,13 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from baton.config.engines import SglangOptions
+from baton.engine_kit.output_stream import OutputStream
 from baton.engines.sglang.adapter import SglangEngine
-from baton.engines.sglang.options import SglangOptions
-from baton.engines.sglang.rules import Part
+from baton.engines.sglang.mode_flags import Part
 from baton.ports.engine import EngineInfo, Work
 from baton.protocol.events import KvEvent, LoadSnapshot
 from baton.protocol.ids import RequestId
-from baton.stream import OutputStream
 from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session
 

@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engines import TestedEngine
-
 from baton.errors import BatonError
 from baton.ports.engine import Work
 from baton.protocol.handoff import Bootstrap, Consume, Handoff, Produce, Trial
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import TokenDelta
 from baton.protocol.requests import Sampling, StopConditions
+from tests.real_sglang.engines import TestedEngine
 
 
 def say(**answer: object) -> None:

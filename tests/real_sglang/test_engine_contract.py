@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Bench, TestedEngine
 
 from baton.ports.engine import Engine
 from baton.testing.engine_contract import EngineContract
 from baton.testing.engine_session import Session
+from tests.real_sglang.engines import Bench, TestedEngine
 
 
 @pytest.fixture(scope="module", autouse=True)

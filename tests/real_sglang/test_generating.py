@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from engines import Bench, TestedEngine, kv_events
 
 from baton.errors import Cancelled, InvalidRequest, Unsupported
 from baton.ports.engine import Work
@@ -19,6 +18,7 @@ from baton.protocol.outputs import Finished, FinishReason, Logprobs, TokenDelta
 from baton.protocol.requests import GuidedDecoding, OutputOptions, Sampling, StopConditions
 from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session, read_to_the_end
+from tests.real_sglang.engines import Bench, TestedEngine, kv_events
 
 PROMPT = tuple(range(40, 80))
 NAMES = (3783480490812179100,)

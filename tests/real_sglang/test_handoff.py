@@ -5,8 +5,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from engines import Bench
-from peers import Peer
+
+from tests.real_sglang.engines import Bench
+from tests.real_sglang.peers import Peer
 
 NIXL = ("--disaggregation-transfer-backend", "nixl")
 DECODE = (*NIXL, "--disaggregation-decode-retraction-backup", "cpu_tensor")

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import Bench, TestedEngine
 from test_generating import answer_of, work
 
 from baton.errors import InvalidRequest
 from baton.protocol.media import MediaEmbedding, MediaFile
+from tests.real_sglang.engines import Bench, TestedEngine
 
 BEGIN, END, IMAGE, VIDEO = 260, 261, 262, 263
 HIDDEN = 64
@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_processor(directory: Path) -> None:
     """Write a byte tokenizer with the model's special tokens, and how images are cut."""
-    from baton.testing.tiny import write_byte_tokenizer
+    from tests.doubles.tiny_models import write_byte_tokenizer
 
     write_byte_tokenizer(directory)
     tokenizer = json.loads((directory / "tokenizer.json").read_text())

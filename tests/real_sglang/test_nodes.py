@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-from engines import Bench, TestedEngine
 
 from baton.errors import EngineDead
-from baton.testing.tiny import make_tiny_model
-from e2e.harness import START_S, Cluster, Process, eventually, free_ports
+from tests.doubles.tiny_models import make_tiny_model
+from tests.e2e.harness import START_S, Cluster, Process, eventually, free_ports
+from tests.real_sglang.engines import Bench, TestedEngine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

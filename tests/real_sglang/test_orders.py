@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Bench, TestedEngine
 from test_generating import Engines, answer_of, work
 
 from baton.errors import EngineFailed, InvalidRequest, Paused, Unsupported
-from baton.protocol.control import (
+from baton.protocol.commands import (
     ClearCache,
     Continue,
     DumpExpertRecord,
@@ -37,6 +36,7 @@ from baton.protocol.control import (
     UpdateWeights,
 )
 from baton.testing.engine_session import Session, read_to_the_end
+from tests.real_sglang.engines import Bench, TestedEngine
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def bench() -> Iterator[Bench]:
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with other weights."""
-    from baton.testing.tiny import make_tiny_model
+    from tests.doubles.tiny_models import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("other"), seed=7, num_hidden_layers=2)
 
@@ -222,7 +222,7 @@ def test_weights_come_through_a_group(engine: Engines, tiny: Path, other: Path) 
     import sys
 
     from baton.engines.sglang.ports import free_port
-    from baton.protocol.control import FromGroup, TensorSpec
+    from baton.protocol.commands import FromGroup, TensorSpec
 
     name, port = "lm_head.weight", free_port("127.0.0.1")
     shape = tuple(tensor_of(other, name).shape)
@@ -308,7 +308,7 @@ def test_adapters_come_serve_and_go(bench: Bench, tiny: Path, tmp_path: Path) ->
 def test_expert_records_are_written_and_found(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    from baton.testing.tiny import write_byte_tokenizer
+    from tests.doubles.tiny_models import write_byte_tokenizer
 
     monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(tmp_path / "records"))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import Bench, TestedEngine
 from test_generating import answer_of, work
 
 from baton.errors import Cancelled, ContextTooLong, InvalidRequest, Unsupported
 from baton.ports.engine import EmbedWork
-from baton.protocol.control import Pause
+from baton.protocol.commands import Pause
 from baton.protocol.events import KvStored, LoadSnapshot
 from baton.protocol.ids import new_request_id
 from baton.protocol.outputs import FinishReason
 from baton.protocol.requests import Sampling, StopConditions
 from baton.testing.bounded import eventually
+from tests.real_sglang.engines import Bench, TestedEngine
 
 MASKED = 151936  # SGLang takes the mask token of the published SDAR models for granted
 
@@ -32,7 +32,7 @@ def bench() -> Iterator[Bench]:
 @pytest.fixture(scope="module")
 def diffusion_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random SDAR: its layers are Qwen3's, and only the way it is run differs."""
-    from baton.testing.tiny import make_tiny_model
+    from tests.doubles.tiny_models import make_tiny_model
 
     directory = make_tiny_model(
         tmp_path_factory.mktemp("sdar"), "qwen3", vocab_size=MASKED, num_hidden_layers=2, initializer_range=0.05

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.testing.tiny import make_tiny_model
-from e2e.harness import Serve, eventually, fetch
+from tests.doubles.tiny_models import make_tiny_model
+from tests.e2e.harness import Serve, eventually, fetch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from baton.engines.sglang.expert_files import LAYOUT_KEY, SUFFIXES, counts_in, read_content
 from baton.errors import ConfigError
+from baton.experts.formats import LAYOUT_KEY, SUFFIXES, counts_in, read_content
 from baton.experts.placement import Layout
 
 

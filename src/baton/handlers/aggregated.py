@@ -3,14 +3,14 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from baton.desk import Desk
-from baton.handlers._stream import relay
-from baton.handlers._work import build_work
+from baton.handlers.build_work import build_work
 from baton.handlers.media import Intake
+from baton.handlers.relay import relay
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Context
 from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
+from baton.request.tracker import Desk
 
 
 class AggregatedHandler:

@@ -5,18 +5,18 @@ from contextlib import aclosing
 
 import msgspec
 
-from baton.desk import Call, Desk
 from baton.errors import Unsupported
-from baton.handlers._stream import relay
-from baton.handlers._tickets import for_engine, ticket_of
-from baton.handlers._work import build_work
+from baton.handlers.build_work import build_work
 from baton.handlers.media import Admitted, Intake
+from baton.handlers.relay import relay
+from baton.handlers.tickets import for_engine, ticket_of
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Context
 from baton.ports.transfer import Borrower, Loan
 from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Ticket
 from baton.protocol.outputs import Chunk, Finished, FinishReason, KvWanted, Output, TokenDelta, Usage
 from baton.protocol.requests import GenerateRequest
+from baton.request.tracker import Call, Desk
 
 
 class DecodeHandler:

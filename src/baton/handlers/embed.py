@@ -8,13 +8,13 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 
-from baton.desk import Call, Desk
 from baton.errors import ContextTooLong, EngineFailed, InvalidRequest
 from baton.ports.engine import EmbedWork, Engine, EngineInfo
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import TextEncoder
 from baton.protocol.embeddings import Embeddings, EmbedRequest, Texts, TokenLists
 from baton.protocol.lifecycle import State
+from baton.request.tracker import Call, Desk
 
 TEXTS_AT_ONCE = 64
 

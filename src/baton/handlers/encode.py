@@ -14,12 +14,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
-from baton.desk import Call, Desk
 from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
-from baton.handlers._leases import Keeper
-from baton.handlers._stream import abort
-from baton.handlers._tickets import new_ticket, params_of
+from baton.handlers.lease_reaper import Keeper
 from baton.handlers.media import Admitted, named_media
+from baton.handlers.relay import abort
+from baton.handlers.tickets import new_ticket, params_of
 from baton.ports.engine import EncodeWork, Engine
 from baton.ports.media import MediaLoader
 from baton.ports.runtime import Context
@@ -28,6 +27,7 @@ from baton.protocol.lifecycle import State
 from baton.protocol.media import MediaFile, MediaUrl
 from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
+from baton.request.tracker import Call, Desk
 
 log = logging.getLogger(__name__)
 

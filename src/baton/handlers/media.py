@@ -4,14 +4,14 @@ What another worker holds is on loan: it is claimed before the engine is told of
 has been used, or is not wanted any more.
 """
 
-from baton.desk import Call
 from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
-from baton.handlers._tickets import encoder_ticket
+from baton.handlers.tickets import encoder_ticket
 from baton.ports.engine import Capabilities
 from baton.ports.media import MediaLoader
 from baton.ports.transfer import Borrower, Loan
 from baton.protocol.media import Media, MediaHandles, MediaUrl
 from baton.protocol.requests import GenerateRequest
+from baton.request.tracker import Call
 
 FETCHED = ("http://", "https://", "data:")
 

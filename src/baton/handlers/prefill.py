@@ -10,19 +10,19 @@ from contextlib import aclosing
 
 import msgspec
 
-from baton.desk import Call, Desk
 from baton.errors import BatonError, Cancelled, PeerLost
-from baton.handlers._leases import Keeper
-from baton.handlers._stream import abort, relay
-from baton.handlers._tickets import new_ticket, params_of, ticket_from
-from baton.handlers._work import build_work
+from baton.handlers.build_work import build_work
+from baton.handlers.lease_reaper import Keeper
 from baton.handlers.media import Admitted, Intake
+from baton.handlers.relay import abort, relay
+from baton.handlers.tickets import new_ticket, params_of, ticket_from
 from baton.ports.engine import Engine, EngineInfo, Work
 from baton.ports.runtime import Context
 from baton.ports.transfer import Lease, Lender
 from baton.protocol.handoff import Bootstrap, Produce, Ticket
 from baton.protocol.outputs import Chunk, FinishReason, HandoffReady, KvComputed, Output, Usage
 from baton.protocol.requests import GenerateRequest
+from baton.request.tracker import Call, Desk
 
 
 class PrefillHandler:

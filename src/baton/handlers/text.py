@@ -6,17 +6,17 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
-from baton.desk import Call, Desk
 from baton.errors import InvalidRequest, Unsupported
-from baton.handlers._stops import StopMatcher
-from baton.handlers._stream import relay
-from baton.handlers._work import build_work
+from baton.handlers.build_work import build_work
+from baton.handlers.relay import relay
+from baton.handlers.stop_strings import StopMatcher
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import Tokenizer
 from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
 from baton.protocol.text import TextChunk, TextRequest
+from baton.request.tracker import Call, Desk
 
 
 class TextHandler:

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 
+from baton.config.media import MediaOptions
 from baton.errors import InvalidRequest
 from baton.media.fetch import Fetcher
 from baton.media.images import check_image
-from baton.media.options import MediaOptions
 from baton.media.policy import Policy
 from baton.protocol.media import MediaFile, MediaUrl
 

@@ -8,8 +8,8 @@ import ipaddress
 
 from yarl import URL
 
+from baton.config.media import MediaOptions
 from baton.errors import ConfigError
-from baton.media.options import MediaOptions
 
 SCHEMES = ("http", "https")
 # Addresses of IPv6 that a gateway turns into the IPv4 address in their last four bytes.

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from baton.errors import ConfigError
 from baton.models.gguf_model import convert_gguf, refuse_without_gguf
-from baton.models.terminal import ProgressLine
+from baton.status.progress_line import ProgressLine
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Protocol
 import msgspec
 
 from baton.ports.engine import Capabilities
-from baton.protocol.control import Outcome, Verb
+from baton.protocol.commands import Outcome, Verb
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from baton.ports.transfer import KvMemory
-from baton.protocol.control import Outcome, Verb
+from baton.protocol.commands import Outcome, Verb
 from baton.protocol.events import Reading
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId

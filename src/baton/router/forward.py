@@ -5,14 +5,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
-from baton.desk import Call, Desk
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
 from baton.ports.runtime import Context, Wire
 from baton.protocol.lifecycle import State
-from baton.router.ask import read_ask
+from baton.request.cancel_scope import CancelScope
+from baton.request.tracker import Call, Desk
 from baton.router.metrics import RouterMetrics
 from baton.router.pools import MEASURED, PartRoutes, PoolState, Route
-from baton.scope import CancelScope
+from baton.router.request_view import read_ask
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from baton.errors import Overloaded, PeerLost
 from baton.ports.runtime import Client
-from baton.router.ask import Ask
 from baton.router.latency import Window
 from baton.router.plan import Part, PartName, Plan, Pool
+from baton.router.request_view import Ask
 from baton.router.retry import Candidate, Skip, choose, retry_order
 from baton.router.select import Choice, select_pool
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.ports.engine import EmbedWork, EncodeWork
-from baton.protocol.control import Continue, Pause
+from baton.protocol.commands import Continue, Pause
 from baton.protocol.events import KvCleared, KvRemoved, KvStored
 from baton.protocol.ids import RequestId, new_request_id
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from baton.ports.engine import Capabilities, Engine, EngineInfo, Stream
-from baton.protocol.control import ClearCache, FromDisk, Pause, ReleaseMemory, StopProfile, UpdateWeights, Verb
+from baton.protocol.commands import ClearCache, FromDisk, Pause, ReleaseMemory, StopProfile, UpdateWeights, Verb
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.outputs import Finished, Output, TokenDelta
 from baton.testing.bounded import eventually

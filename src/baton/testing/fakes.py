@@ -5,14 +5,14 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from baton.engine_kit.output_stream import OutputStream
 from baton.errors import BatonError, Cancelled, EngineDead, Unsupported
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, Engine, EngineInfo, Progress, Work
 from baton.ports.observer import RequestRecord
-from baton.protocol.control import Outcome, Verb
+from baton.protocol.commands import Outcome, Verb
 from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import Finished, HandoffReady, KvComputed, KvWanted, Output, TokenDelta
-from baton.stream import OutputStream
 
 Step = Output | BatonError | asyncio.Event | float
 Script = Sequence[Step]

@@ -4,7 +4,8 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.config import MAX_PORT, Settings, options, override, to_environment
+from baton.config.load import options, override, to_environment
+from baton.config.settings import MAX_PORT, Settings
 from baton.errors import ConfigError
 from baton.router.files import Group, read_blueprint
 

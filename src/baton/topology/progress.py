@@ -4,7 +4,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from baton.models.terminal import rewrite_line
+from baton.status.progress_line import rewrite_line
 from baton.topology.process import Process
 
 REDRAW_S = 0.2

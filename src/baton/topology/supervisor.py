@@ -10,11 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from baton.build import prepare_model
-from baton.config import Settings, to_environment
+from baton.config.directories import log_directory
+from baton.config.load import to_environment
+from baton.config.settings import Settings
+from baton.engines.registry import prepare_model
 from baton.errors import BatonError, ConfigError, EngineDead
+from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.listener import refuse_unusable_address
-from baton.signals import stop_on_signals
 from baton.topology.layout import lay_out
 from baton.topology.process import Process
 from baton.topology.progress import show_progress
@@ -40,7 +42,7 @@ def run_supervisor(settings: Settings, announce: Announce) -> int:
     import uvloop
 
     refuse_unusable_address(settings.host, settings.port, "--host", "--port")
-    _open_log_dir(settings.log_dir)
+    _open_log_dir(log_directory(settings))
     settings = prepare_model(settings)
     with tempfile.TemporaryDirectory(prefix="baton-") as run_dir:
         return uvloop.run(_main(settings, Path(run_dir), announce))
@@ -62,17 +64,18 @@ async def _main(settings: Settings, run_dir: Path, announce: Announce) -> int:
     return 0
 
 
-def _open_log_dir(name: str) -> Path | None:
-    """Return the directory for logs, made if need be; None is standard error. Raises ConfigError."""
-    if name == "-":
+def _open_log_dir(directory: Path | None) -> Path | None:
+    """Return `directory`, created if it does not exist. Raises ConfigError if it cannot be written to."""
+    if directory is None:
         return None
-    directory = Path(name).expanduser()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return directory
     except OSError as error:
-        raise ConfigError(f"cannot write logs to {name} ({error.strerror}); choose another with --log-dir") from None
+        raise ConfigError(
+            f"cannot write logs to {directory} ({error.strerror}); choose another with --log-dir"
+        ) from None
 
 
 class Supervisor:
@@ -80,7 +83,7 @@ class Supervisor:
 
     def __init__(self, settings: Settings, run_dir: Path) -> None:
         self._settings = settings
-        log_dir = _open_log_dir(settings.log_dir)
+        log_dir = _open_log_dir(log_directory(settings))
         base = to_environment(settings)
 
         def process(name: str, command: str, extra: dict[str, str]) -> Process:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from baton.config.transfer import TransferOptions, chosen_ways
 from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
 from baton.ports.transfer import KvMemory, Path, Reach
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvWanted
 from baton.transfer import nixl, wire
+from baton.transfer.block_copy import require_alike
+from baton.transfer.connection import Line, outgoing_line
 from baton.transfer.failures import failed, failure
-from baton.transfer.line import Line, outgoing_line
-from baton.transfer.memory import require_alike
-from baton.transfer.options import TransferOptions, chosen_ways
 from baton.transfer.shm import ShmReach
 from baton.transfer.tcp import TcpReach
 

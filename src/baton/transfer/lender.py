@@ -7,15 +7,15 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from baton.config.transfer import TransferOptions, chosen_ways
 from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
 from baton.ports.transfer import KvMemory, Source
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvComputed
 from baton.transfer import nixl, wire
+from baton.transfer.block_copy import require_alike
+from baton.transfer.connection import Line
 from baton.transfer.failures import failed, failure
-from baton.transfer.line import Line
-from baton.transfer.memory import require_alike
-from baton.transfer.options import TransferOptions, chosen_ways
 from baton.transfer.rooms import Room, Rooms, RoomState
 from baton.transfer.shm import ShmSource
 from baton.transfer.tcp import TcpSource

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from baton.errors import PeerLost
 from baton.ports.transfer import KvMemory, Path
 from baton.protocol.handoff import Ticket
-from baton.transfer.memory import Numbers, Spans, Stop, block_pairs, paired_spans, require_alike, require_sound
+from baton.transfer.block_copy import Numbers, Spans, Stop, block_pairs, paired_spans, require_alike, require_sound
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from baton.errors import PeerLost
 from baton.ports.transfer import Check, KvMemory, Path
 from baton.protocol.handoff import Room, Ticket
-from baton.transfer.memory import (
+from baton.transfer.block_copy import (
     Numbers,
     Stop,
     block_pairs,
@@ -35,7 +35,7 @@ from baton.transfer.memory import (
     require_host,
     require_sound,
 )
-from baton.transfer.native import load_copier
+from baton.transfer.copier import load_copier
 from baton.transfer.sockets import readable
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import PeerLost
-from baton.transfer.memory import Numbers, Spans
+from baton.transfer.block_copy import Numbers, Spans
 
 log = logging.getLogger(__name__)
 

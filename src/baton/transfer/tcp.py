@@ -20,7 +20,7 @@ import numpy as np
 from baton.errors import PeerLost
 from baton.ports.transfer import Check, KvMemory, Path
 from baton.protocol.handoff import Room, Ticket
-from baton.transfer.memory import (
+from baton.transfer.block_copy import (
     Numbers,
     Spans,
     block_numbers,

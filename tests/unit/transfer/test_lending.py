@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from baton.config.transfer import TransferOptions
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, PeerLost
 from baton.ports.transfer import KvMemory, KvShape
 from baton.protocol.handoff import Ticket
@@ -21,7 +22,6 @@ from baton.testing import eventually, run_bounded
 from baton.transfer import wire
 from baton.transfer.borrower import KvBorrower, KvLoan, open_borrower
 from baton.transfer.lender import KvLender, open_lender
-from baton.transfer.options import TransferOptions
 
 SHAPE = KvShape(model="m", dtype="bfloat16", layers=2, kv_heads=1, head_dim=16, block_size=16)
 PLANES, BLOCK_BYTES, BLOCKS = 4, 512, 32

@@ -5,14 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from test_lending import Cache
 
+from baton.config.transfer import TransferOptions
 from baton.errors import BatonError, Cancelled, EngineFailed, PeerLost
 from baton.protocol.handoff import Ticket
 from baton.testing import eventually, run_bounded
 from baton.transfer.borrower import KvBorrower, KvLoan, open_borrower
 from baton.transfer.lender import KvLender, open_lender
-from baton.transfer.options import TransferOptions
+from tests.unit.transfer.test_lending import Cache
 
 SECRET = b"sixteen bytes ok"
 PLACE = ("10.0.0.9", 8998)

@@ -11,7 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from kv_caches import (
+
+from baton.errors import PeerLost
+from baton.ports.transfer import KvMemory, Path
+from baton.protocol.handoff import Ticket
+from baton.testing.bounded import run_bounded
+from baton.transfer.nixl import NixlReach, NixlSource, available
+from tests.unit.transfer.kv_caches import (
     PATIENCE_S,
     SHAPE,
     SPAWN,
@@ -23,12 +29,6 @@ from kv_caches import (
     holdings,
     lender,
 )
-
-from baton.errors import PeerLost
-from baton.ports.transfer import KvMemory, Path
-from baton.protocol.handoff import Ticket
-from baton.testing.bounded import run_bounded
-from baton.transfer.nixl import NixlReach, NixlSource, available
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not available(), reason="nixl-cu12 is not installed")]
 

@@ -16,7 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 import uvloop
-from kv_caches import (
+
+from baton.errors import PeerLost
+from baton.ports.transfer import KvMemory, Path
+from baton.protocol.handoff import Ticket
+from baton.testing.bounded import eventually, run_bounded
+from baton.transfer.shm import Answer, Knock, ShmReach, ShmSource
+from tests.unit.transfer.kv_caches import (
     ROOM,
     SECRET,
     SHAPE,
@@ -30,12 +36,6 @@ from kv_caches import (
     only,
     settled_holdings,
 )
-
-from baton.errors import PeerLost
-from baton.ports.transfer import KvMemory, Path
-from baton.protocol.handoff import Ticket
-from baton.testing.bounded import eventually, run_bounded
-from baton.transfer.shm import Answer, Knock, ShmReach, ShmSource
 
 TICKET = Ticket(host="127.0.0.1", port=1, room=ROOM, secret=SECRET)
 BIG = Lent("shm", planes=2, blocks=64, block_bytes=1 << 20)

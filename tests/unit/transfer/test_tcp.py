@@ -12,7 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 import uvloop
-from kv_caches import (
+
+from baton.errors import PeerLost
+from baton.ports.transfer import Path
+from baton.protocol.handoff import Ticket
+from baton.testing.bounded import eventually, run_bounded
+from baton.transfer.block_copy import Spans
+from baton.transfer.sockets import TURN_BYTES, receive_spans
+from baton.transfer.tcp import ANSWER_HEAD, REQUEST_HEAD, Request, TcpReach, TcpSource
+from baton.transfer.wire import DATA
+from tests.unit.transfer.kv_caches import (
     ROOM,
     SECRET,
     SHAPE,
@@ -29,15 +38,6 @@ from kv_caches import (
     serve_all,
     settled_holdings,
 )
-
-from baton.errors import PeerLost
-from baton.ports.transfer import Path
-from baton.protocol.handoff import Ticket
-from baton.testing.bounded import eventually, run_bounded
-from baton.transfer.memory import Spans
-from baton.transfer.sockets import TURN_BYTES, receive_spans
-from baton.transfer.tcp import ANSWER_HEAD, REQUEST_HEAD, Request, TcpReach, TcpSource
-from baton.transfer.wire import DATA
 
 SO_SNDBUFFORCE = 32
 BIG = Lent("tcp", planes=2, blocks=64, block_bytes=1 << 20)

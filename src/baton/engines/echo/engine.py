@@ -13,17 +13,17 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import NamedTuple
 
+from baton.config.engines import EchoOptions
+from baton.engine_kit.output_stream import OutputStream
 from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold
-from baton.engines.echo.options import EchoOptions
 from baton.engines.echo.pictures import see, with_pictures
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
-from baton.protocol.control import Outcome, Verb
+from baton.protocol.commands import Outcome, Verb
 from baton.protocol.events import KvRemoved, KvStored, LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import FinishReason, Logprobs, TopLogprob
-from baton.stream import OutputStream
 
 VOCABULARY = 258
 MODEL_DIR = Path(__file__).parent / "model"

@@ -7,7 +7,7 @@ their room is needed, oldest first. Pure and synchronous.
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from baton.block_hash import block_hashes
+from baton.engine_kit.block_hash import block_hashes
 
 BLOCK = 16
 

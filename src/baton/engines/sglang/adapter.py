@@ -17,30 +17,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from baton.engines.sglang.args import check_arguments, make_server_args
+from baton.config.engines import ExpertOptions, SglangOptions
+from baton.engine_kit.output_stream import OutputStream
+from baton.engines.sglang.commands import Controls
 from baton.engines.sglang.compat import choose_device, import_sglang
-from baton.engines.sglang.controls import Controls
 from baton.engines.sglang.embedding import Embedder
-from baton.engines.sglang.experts import ExpertOptions
 from baton.engines.sglang.facts import Facts, capabilities_of, engine_info, facts_of
 from baton.engines.sglang.foreign import Engine as Foreign
 from baton.engines.sglang.foreign import Manager
 from baton.engines.sglang.launch import Launch, close_sockets
 from baton.engines.sglang.metrics import EngineMetrics
-from baton.engines.sglang.options import SglangOptions
+from baton.engines.sglang.mode_flags import Part
 from baton.engines.sglang.params import Setting
 from baton.engines.sglang.ports import free_port, is_free
 from baton.engines.sglang.readings import EventSockets, News, Watch, first_loads
 from baton.engines.sglang.requests import Requests
-from baton.engines.sglang.rules import Part
+from baton.engines.sglang.server_args import check_arguments, make_server_args
 from baton.engines.sglang.warmup import warm_up
 from baton.errors import BatonError, ConfigError, ContextTooLong, EngineDead, InvalidRequest, Unsupported
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
-from baton.protocol.control import Outcome, Verb
+from baton.protocol.commands import Outcome, Verb
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Produce
 from baton.protocol.ids import RequestId
-from baton.stream import OutputStream
 
 STARTS = 2
 

@@ -1,59 +1,12 @@
 """Settings of SGLang's expert-parallel load balancing, and the arguments they become. Imports no SGLang."""
 
 from pathlib import Path
-from typing import Annotated, Literal
 
-import msgspec
-from msgspec import Meta
-
-from baton.engines.sglang.expert_files import COUNTS_KEY, LAYOUT_KEY, counts_in, layout_in, read_content
+from baton.config.engines import DEFAULT_REBALANCE_INTERVAL, TRIVIAL_LAYOUT, ExpertOptions
 from baton.errors import ConfigError
+from baton.experts.formats import COUNTS_KEY, LAYOUT_KEY, counts_in, layout_in, read_content
 
-TRIVIAL = "trivial"
-DEFAULT_INTERVAL = 1000
 _COUNTING = ("stat", "stat_approx")
-
-
-class ExpertOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the experts of a mixture model are spread over ranks, measured and moved."""
-
-    eplb: Annotated[bool, Meta(description="move experts between ranks while serving, by what was recorded")] = False
-    redundant: Annotated[
-        int, Meta(ge=0, le=65536, description="extra copies of experts, over all ranks; busy experts get them")
-    ] = 0
-    recorder: Annotated[
-        Literal["off", "stat", "stat_approx", "per_pass", "per_token"],
-        Meta(
-            description="what is recorded of experts: stat counts, stat_approx does so cheaply with DeepEP in normal"
-            " mode, per_pass and per_token keep every pass in memory; eplb and report turn on stat"
-        ),
-    ] = "off"
-    recorder_buffer: Annotated[
-        int, Meta(ge=-1, description="forward passes that the recorder keeps; 0 is the engine's own, -1 is all")
-    ] = 0
-    layout: Annotated[
-        str,
-        Meta(min_length=1, description="where experts start: trivial, or a .json or .pt file of `baton experts plan`"),
-    ] = TRIVIAL
-    algorithm: Annotated[
-        Literal[
-            "auto",
-            "deepseek",
-            "deepseek_hierarchical",
-            "deepseek_vec",
-            "deepseek_vec_hierarchical",
-            "elasticity_aware",
-            "elasticity_aware_hierarchical",
-        ],
-        Meta(description="how the engine places experts by counts; hierarchical keeps groups of experts on a node"),
-    ] = "auto"
-    interval: Annotated[int, Meta(ge=1, description="forward passes between two rebalances, with eplb")] = (
-        DEFAULT_INTERVAL
-    )
-    report: Annotated[
-        Literal["off", "server_log", "prometheus", "both"],
-        Meta(description="where the engine reports how evenly load is spread: mean rank by busiest rank"),
-    ] = "off"
 
 
 def expert_arguments(options: ExpertOptions, ep_size: int) -> list[str]:
@@ -71,9 +24,9 @@ def expert_arguments(options: ExpertOptions, ep_size: int) -> list[str]:
         "--ep-num-redundant-experts": (options.redundant, 0),
         "--expert-distribution-recorder-mode": (options.recorder, "off"),
         "--expert-distribution-recorder-buffer-size": (options.recorder_buffer, 0),
-        "--init-expert-location": (layout_path(options), TRIVIAL),
+        "--init-expert-location": (layout_path(options), TRIVIAL_LAYOUT),
         "--eplb-algorithm": (options.algorithm, "auto"),
-        "--eplb-rebalance-num-iterations": (options.interval, DEFAULT_INTERVAL),
+        "--eplb-rebalance-num-iterations": (options.interval, DEFAULT_REBALANCE_INTERVAL),
         "--expert-balancedness-report-mode": (options.report, "off"),
     }
     given = [text for name, (value, default) in values.items() if value != default for text in (name, str(value))]
@@ -82,7 +35,7 @@ def expert_arguments(options: ExpertOptions, ep_size: int) -> list[str]:
 
 def layout_path(options: ExpertOptions) -> str:
     """Return what SGLang is told: it expands no `~`."""
-    return TRIVIAL if options.layout == TRIVIAL else str(Path(options.layout).expanduser().absolute())
+    return TRIVIAL_LAYOUT if options.layout == TRIVIAL_LAYOUT else str(Path(options.layout).expanduser().absolute())
 
 
 def _refuse_contradictions(options: ExpertOptions, ep_size: int) -> None:
@@ -94,7 +47,7 @@ def _refuse_contradictions(options: ExpertOptions, ep_size: int) -> None:
         raise ConfigError(
             f"experts.eplb needs counts: experts.recorder must be stat or stat_approx, not {options.recorder}"
         )
-    if options.interval != DEFAULT_INTERVAL and not options.eplb:
+    if options.interval != DEFAULT_REBALANCE_INTERVAL and not options.eplb:
         raise ConfigError("experts.interval is the time between rebalances of experts.eplb, which is off")
     if options.recorder_buffer:
         _check_buffer(options)
@@ -116,7 +69,7 @@ def _check_buffer(options: ExpertOptions) -> None:
 
 def _check_layout(options: ExpertOptions, ep_size: int) -> str | None:
     """Return the key that SGLang goes by, None without a file."""
-    if options.layout == TRIVIAL:
+    if options.layout == TRIVIAL_LAYOUT:
         return None
     path = Path(layout_path(options))
     content = read_content(path)

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from baton.engines.sglang.args import Arguments
+from baton.config.engines import SglangOptions
 from baton.engines.sglang.foreign import Engine, Snapshot
-from baton.engines.sglang.options import SglangOptions
+from baton.engines.sglang.mode_flags import Part
 from baton.engines.sglang.ports import meeting_host
-from baton.engines.sglang.rules import Part
+from baton.engines.sglang.server_args import Arguments
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
 
 MOST_LOGPROBS = 128  # as many as fit what prefill tells decode of the first token

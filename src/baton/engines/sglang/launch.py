@@ -22,7 +22,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baton.aside import fail, post, resolve
+from baton.engine_kit.threads import fail, post, resolve
 from baton.engines.sglang.foreign import Engine, Manager, ServerArgs
 from baton.errors import BatonError, ConfigError, EngineDead
 

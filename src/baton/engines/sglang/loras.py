@@ -5,7 +5,7 @@ from pathlib import Path
 
 from baton.engines.sglang.foreign import Manager
 from baton.errors import InvalidRequest
-from baton.protocol.control import ListLoras, LoadLora, Outcome, UnloadLora
+from baton.protocol.commands import ListLoras, LoadLora, Outcome, UnloadLora
 
 
 class Loras:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from baton.aside import post
+from baton.engine_kit.threads import post
 from baton.engines.sglang.foreign import Snapshot, SnapshotReader
 from baton.engines.sglang.kv_events import RankEvents
 from baton.engines.sglang.ports import free_port

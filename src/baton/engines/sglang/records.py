@@ -1,11 +1,11 @@
 """What SGLang writes down when it is asked to: where time goes, and which experts tokens go to."""
 
-import os
 from pathlib import Path
 
+from baton.config.environment import sglang_record_directory
 from baton.engines.sglang.foreign import Manager
 from baton.errors import EngineFailed, InvalidRequest
-from baton.protocol.control import (
+from baton.protocol.commands import (
     DumpExpertRecord,
     Outcome,
     StartExpertRecord,
@@ -13,9 +13,6 @@ from baton.protocol.control import (
     StopExpertRecord,
     StopProfile,
 )
-
-DIRECTORY = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
-DEFAULT = "/tmp"
 
 
 class Records:
@@ -67,12 +64,12 @@ class Records:
         await self._manager.dump_expert_distribution_record()
         written = sorted(_expert_records() - before)
         if not written:
-            raise EngineFailed(f"SGLang wrote no record to {os.environ.get(DIRECTORY, DEFAULT)}")
+            raise EngineFailed(f"SGLang wrote no record to {sglang_record_directory()}")
         return Outcome(message="written", path=str(written[-1]))
 
 
 def _expert_records() -> set[Path]:
-    return set(Path(os.environ.get(DIRECTORY, DEFAULT)).glob("expert_distribution_recorder_*.pt"))
+    return set(sglang_record_directory().glob("expert_distribution_recorder_*.pt"))
 
 
 def _absolute(directory: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
+from baton.engine_kit.output_stream import OutputStream
 from baton.engines.sglang.foreign import Manager
 from baton.engines.sglang.media import media_fields
 from baton.engines.sglang.outputs import Choice, News
@@ -20,7 +21,6 @@ from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest
 from baton.ports.engine import Work
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import Finished
-from baton.stream import OutputStream
 
 HELD_ABORT_S = 1.0
 CATCH_UP_S = 0.05

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.engine_kit.shared_memory import map_segment
 from baton.errors import ConfigError, InvalidRequest
-from baton.protocol.control import FromSharedMemory, FromTensors, TensorSpec
-from baton.segments import map_segment
+from baton.protocol.commands import FromSharedMemory, FromTensors, TensorSpec
 
 if TYPE_CHECKING:
     import torch

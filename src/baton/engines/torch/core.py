@@ -4,17 +4,17 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+from baton.config.engines import TorchOptions
 from baton.engines.torch.blocks import BlockPool
-from baton.engines.torch.controls import Controls
-from baton.engines.torch.handover import newly_final, to_be_filled
-from baton.engines.torch.options import TorchOptions, step_tokens
+from baton.engines.torch.commands import Controls
+from baton.engines.torch.handoff import newly_final, to_be_filled
 from baton.engines.torch.plan import finish_of
 from baton.engines.torch.runner import Runner
 from baton.engines.torch.sampler import Sampled
 from baton.engines.torch.scheduler import Batch, Chunk, Scheduler
 from baton.engines.torch.sequence import Phase, Sequence
 from baton.errors import BatonError, EngineDead, EngineFailed
-from baton.protocol.control import Outcome, Verb
+from baton.protocol.commands import Outcome, Verb
 from baton.protocol.events import KvEvent, LoadSnapshot
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import Finished, FinishReason, KvComputed, KvWanted, Logprobs
@@ -64,7 +64,7 @@ class Core:
     def __init__(self, runner: Runner, options: TorchOptions) -> None:
         self.runner = runner
         pool = BlockPool(runner.blocks, options.block)
-        budget = step_tokens(options, runner.device.type)
+        budget = _step_tokens(options, runner.device.type)
         self.scheduler = Scheduler(pool, options.max_running, budget, options.prefix_reuse)
         self.steps = 0
         self.running = 0
@@ -229,3 +229,11 @@ class Core:
 def _joined(parts: list[Logprobs]) -> Logprobs:
     chosen = tuple(value for part in parts for value in part.chosen)
     return Logprobs(chosen, tuple(position for part in parts for position in part.top))
+
+
+def _step_tokens(options: TorchOptions, device: str) -> int:
+    """Return the token budget of one step.
+
+    A long step delays every sequence that decodes beside it. A CPU is as fast with short steps; a GPU is not.
+    """
+    return options.batch_tokens or (256 if device == "cpu" else 2048)

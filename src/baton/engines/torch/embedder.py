@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
+from baton.config.engines import TorchOptions
 from baton.engines.torch.embed_batches import Piece, Ticket, batches, draw
 from baton.engines.torch.encoder import Encoder
-from baton.engines.torch.options import TorchOptions
 from baton.errors import BatonError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.sentence import SentenceLayout, read_layout
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Stream, Work
-from baton.protocol.control import Outcome, Verb
+from baton.protocol.commands import Outcome, Verb
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.engines.torch.memory import find_device
-from baton.engines.torch.options import TorchOptions
+from baton.config.engines import TorchOptions
+from baton.engines.torch.arena import find_device
 from baton.errors import ConfigError
 from baton.models.sentence import Pooling, SentenceLayout
 

@@ -9,23 +9,23 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.aside import aside
+from baton.config.engines import TorchOptions
+from baton.engine_kit.output_stream import OutputStream
+from baton.engine_kit.threads import aside
 from baton.engines.torch.guided import GuideCompiler
-from baton.engines.torch.options import TorchOptions
 from baton.engines.torch.plan import Guide, make_plan
 from baton.engines.torch.sequence import Sequence
 from baton.engines.torch.thread import EngineThread
 from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import read_config
-from baton.models.terminal import ProgressLine
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, HandoffStyle, Progress, Work
-from baton.protocol.control import Outcome, Verb
+from baton.protocol.commands import Outcome, Verb
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Consume, Handoff, Produce
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import KvWanted
-from baton.stream import OutputStream
+from baton.status.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from baton.engines.torch.core import Core, News

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.config.directories import spill_directory
+from baton.config.engines import TorchOptions
+from baton.engines.torch.arena import Arena, arena_bytes, available_bytes, find_device, usable_cores
 from baton.engines.torch.graphs import DecodeGraphs
 from baton.engines.torch.kv_memory import describe_kv
 from baton.engines.torch.loader import Report, load_weights
-from baton.engines.torch.memory import Arena, arena_bytes, available_bytes, find_device, usable_cores
 from baton.engines.torch.models.config import LlamaConfig, read_llama_config
 from baton.engines.torch.models.llama import (
     Decodes,
@@ -27,9 +29,8 @@ from baton.engines.torch.models.llama import (
     named_parts,
     rotary_tables,
 )
-from baton.engines.torch.native.build import has_matrix_unit, load_decoder_library
 from baton.engines.torch.native.decoder import NativeDecoder, Rows
-from baton.engines.torch.options import TorchOptions
+from baton.engines.torch.native.library import has_matrix_unit, load_decoder_library
 from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample
 from baton.engines.torch.scheduler import Batch, Chunk
 from baton.engines.torch.sequence import Sequence
@@ -56,7 +57,7 @@ class Runner:
         torch_prompts: bool | None = None,
         lends: bool = False,
     ) -> None:
-        spill_dir = Path(options.spill_dir).expanduser()
+        spill_dir = spill_directory(options)
         self.config = read_llama_config(directory)
         self.device = find_device(options.device)
         self.dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16

@@ -3,7 +3,7 @@
 import enum
 from typing import TYPE_CHECKING
 
-from baton.block_hash import block_hash, root_hash
+from baton.engine_kit.block_hash import block_hash, root_hash
 from baton.ports.engine import Work
 from baton.protocol.handoff import Consume, Produce
 from baton.protocol.outputs import Logprobs

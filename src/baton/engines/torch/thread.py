@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from baton.aside import fail, post, resolve
+from baton.engine_kit.threads import fail, post, resolve
 from baton.errors import EngineDead
 
 IDLE_TICK_S = 1.0

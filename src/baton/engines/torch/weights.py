@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from baton.engine_kit.shared_memory import map_segment
 from baton.engines.torch.loader import load_weights, mismatch
 from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies, read_llama_config
 from baton.errors import ConfigError, EngineFailed, InvalidRequest, Unsupported
-from baton.protocol.control import (
+from baton.protocol.commands import (
     FromDisk,
     FromGroup,
     FromIpc,
@@ -28,7 +29,6 @@ from baton.protocol.control import (
     TensorSpec,
     WeightSource,
 )
-from baton.segments import map_segment
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -7,17 +7,18 @@ from array import array
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from baton.aside import aside
+from baton.config.engines import TrtllmOptions
+from baton.engine_kit.output_stream import OutputStream
+from baton.engine_kit.threads import aside
 from baton.engines.trtllm import health
-from baton.engines.trtllm.args import Tree, find, read_arguments
-from baton.engines.trtllm.arguments import DEFAULT_BATCH, KV_TAKEN_MS, dp_size, number, plan_arguments
-from baton.engines.trtllm.calls import Calls
+from baton.engines.trtllm.argv import Tree, find, read_arguments
 from baton.engines.trtllm.compat import Library, load
 from baton.engines.trtllm.foreign import Llm, Result
+from baton.engines.trtllm.generate_args import Calls
 from baton.engines.trtllm.launch import context_of, make_llm, read_capacity
+from baton.engines.trtllm.llm_args import DEFAULT_BATCH, KV_TAKEN_MS, dp_size, number, plan_arguments
 from baton.engines.trtllm.loras import Loras
 from baton.engines.trtllm.metrics import EngineMetrics
-from baton.engines.trtllm.options import TrtllmOptions
 from baton.engines.trtllm.outputs import ResultReader
 from baton.engines.trtllm.params import GUIDES, MAX_CHOICES, MAX_LOGPROBS, Model
 from baton.engines.trtllm.polls import Item, Poll
@@ -36,12 +37,11 @@ from baton.ports.engine import (
     Progress,
     Work,
 )
-from baton.protocol.control import ListLoras, LoadLora, Outcome, UnloadLora, Verb
+from baton.protocol.commands import ListLoras, LoadLora, Outcome, UnloadLora, Verb
 from baton.protocol.events import Reading
 from baton.protocol.handoff import Produce, Trial
 from baton.protocol.ids import RequestId, new_request_id
 from baton.protocol.requests import StopConditions
-from baton.stream import OutputStream
 
 log = logging.getLogger(__name__)
 

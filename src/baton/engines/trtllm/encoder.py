@@ -11,20 +11,20 @@ from array import array
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from baton.aside import aside
+from baton.config.engines import TrtllmOptions
+from baton.engine_kit.threads import aside
 from baton.engines.trtllm import handles, health
-from baton.engines.trtllm.args import Tree, read_arguments
-from baton.engines.trtllm.arguments import build_encoder_arguments, number, plan_encoder_arguments
+from baton.engines.trtllm.argv import Tree, read_arguments
 from baton.engines.trtllm.compat import Library, load
 from baton.engines.trtllm.foreign import Encoder, EncodeResult, Handle
 from baton.engines.trtllm.launch import make_encoder
-from baton.engines.trtllm.options import TrtllmOptions
+from baton.engines.trtllm.llm_args import build_encoder_arguments, number, plan_encoder_arguments
 from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
 from baton.media.images import decode_image
 from baton.models.directory import read_config
 from baton.models.tokenizer import HubTokenizer
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Stream, Work
-from baton.protocol.control import Outcome, Verb
+from baton.protocol.commands import Outcome, Verb
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
-from baton.aside import aside
+from baton.engine_kit.threads import aside
 from baton.engines.trtllm.compat import Library
 from baton.engines.trtllm.foreign import Living, Living13
 from baton.errors import BatonError, EngineDead, EngineFailed

@@ -1,8 +1,8 @@
 """What `--help-engine` prints: how arguments are written, and the ones that the installed library has."""
 
-from baton.engines.trtllm.args import GRAMMAR
+from baton.config.engines import TrtllmOptions
+from baton.engines.trtllm.argv import GRAMMAR
 from baton.engines.trtllm.compat import Library, load
-from baton.engines.trtllm.options import TrtllmOptions
 from baton.errors import ConfigError
 
 

@@ -7,6 +7,7 @@ whole; what was told stays told, and nothing is told twice.
 import math
 from collections.abc import Mapping, Sequence
 
+from baton.engine_kit.output_stream import OutputStream
 from baton.engines.trtllm import handoff
 from baton.engines.trtllm.compat import Library
 from baton.engines.trtllm.foreign import CompletionOutput, Result, TokenLogprob
@@ -15,7 +16,6 @@ from baton.errors import EngineFailed
 from baton.ports.engine import Work
 from baton.protocol.handoff import Produce
 from baton.protocol.outputs import FinishReason, Logprobs, TopLogprob
-from baton.stream import OutputStream
 
 # Stands for a log-probability that the engine has left out, or that is no number. One for every token there must be:
 # whoever reads them counts on it. JSON has no infinity, and nothing that is sampled is as unlikely as this.

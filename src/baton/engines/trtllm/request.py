@@ -13,12 +13,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from baton.engine_kit.output_stream import OutputStream
 from baton.engines.trtllm.foreign import Result
 from baton.engines.trtllm.outputs import ResultReader
 from baton.errors import BatonError, EngineFailed, PeerLost
 from baton.ports.engine import Work
 from baton.protocol.handoff import Consume
-from baton.stream import OutputStream
 
 log = logging.getLogger(__name__)
 

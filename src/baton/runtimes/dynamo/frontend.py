@@ -6,9 +6,9 @@ from typing import Literal
 
 from dynamo import _core
 
+from baton.config.runtime import RuntimeOptions
 from baton.errors import ConfigError, EngineDead
 from baton.runtimes.dynamo.listener import refuse_unusable_address, set_nodelay
-from baton.runtimes.dynamo.options import RuntimeOptions
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 
 RouterName = Literal["round-robin", "random", "kv"]

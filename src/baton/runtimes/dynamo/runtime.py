@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 from dynamo import _core
 
+from baton.config.directories import discovery_directory
+from baton.config.runtime import RuntimeOptions
 from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest
 from baton.ports.runtime import ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
@@ -16,11 +18,11 @@ from baton.protocol.events import LoadSnapshot, Reading
 from baton.runtimes.dynamo.client import DynamoClient, KvChooser
 from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.egress import Egress, Sender
+from baton.runtimes.dynamo.environment import environment
 from baton.runtimes.dynamo.errors import to_runtime
 from baton.runtimes.dynamo.kv import KvTeller, LoadTeller
 from baton.runtimes.dynamo.listener import refuse_unusable_address
-from baton.runtimes.dynamo.options import RuntimeOptions, discovery_directory, environment
-from baton.runtimes.dynamo.reach import check_services
+from baton.runtimes.dynamo.service_check import check_services
 
 log = logging.getLogger(__name__)
 

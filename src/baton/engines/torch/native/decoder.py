@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.engines.torch.models.config import LlamaConfig
 from baton.engines.torch.models.llama import Weights
-from baton.engines.torch.native.build import Shape, load_decoder_library
+from baton.engines.torch.native.library import Shape, load_decoder_library
 
 PROBLEMS = {
     1: "a token is outside the vocabulary",

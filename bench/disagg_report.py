@@ -1,0 +1,138 @@
+"""The tables of the disaggregation bench."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import msgspec
+
+from bench.load import percentile
+from bench.report import table
+from bench.result_files import Machine
+from bench.transfer import TransferResults, to_table
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One system in one round; all times in seconds."""
+
+    system: str
+    round: int
+    first_s: list[float]
+    """To the first token of a request that is alone."""
+    alone_gaps_s: list[float]
+    fetch_s: float
+    """What a decode worker took to fetch the KV of one such request; 0 where nothing is fetched."""
+    undisturbed_gaps_s: list[float]
+    """Between the tokens of streams that decode together, with no long prompt in sight."""
+    mixed_gaps_s: list[float]
+    """The same with long prompts coming in."""
+    short_first_s: list[float]
+    long_first_s: list[float]
+    busy_cores: float
+
+
+class DisaggResults(msgspec.Struct, frozen=True, kw_only=True):
+    date: str
+    commit: str
+    command: str
+    source_changed: bool
+    machine: Machine
+    transfers: TransferResults
+    cells: list[Cell]
+    cancels: dict[str, list[float]]
+
+
+Measure = Callable[[Cell], float]
+
+
+def at(fraction: float, values: Sequence[float]) -> float:
+    return percentile(sorted(values), fraction) if values else float("nan")
+
+
+MEASURES: dict[str, Measure] = {
+    "first token alone, p50": lambda cell: at(0.5, cell.first_s),
+    "gap alone, p50": lambda cell: at(0.5, cell.alone_gaps_s),
+    "gap undisturbed, p50": lambda cell: at(0.5, cell.undisturbed_gaps_s),
+    "gap undisturbed, p99": lambda cell: at(0.99, cell.undisturbed_gaps_s),
+    "gap with long prompts, p50": lambda cell: at(0.5, cell.mixed_gaps_s),
+    "gap with long prompts, p99": lambda cell: at(0.99, cell.mixed_gaps_s),
+    "longest gap with long prompts": lambda cell: max(cell.mixed_gaps_s),
+    "first token of the short ones meanwhile, p50": lambda cell: at(0.5, cell.short_first_s),
+    "first token of the long prompts, p50": lambda cell: at(0.5, cell.long_first_s),
+}
+
+
+def to_markdown(results: DisaggResults) -> str:
+    machine = results.machine
+    note = " **The source changed while this ran.**" if results.source_changed else ""
+    busy = max(cell.busy_cores for cell in results.cells)
+    lines = [
+        "# Prefill and decode apart, against workers that do both",
+        "",
+        f"{results.date}, commit {results.commit}, {machine.cores} cores of {machine.cpu}, Python {machine.python}."
+        f" `{results.command}`.{note}",
+        "",
+        "SmolLM2-135M in bfloat16, one core for each worker. Aggregated: two workers, each doing both. Disaggregated:"
+        " one prefill and one decode worker. Alone: prompts of 1,000 tokens, one at a time. With long prompts: 4"
+        " streams of short prompts and 200 tokens each, while prompts of 2,000 tokens come in, each a second after the"
+        f" last. Milliseconds; the median of the rounds, with the least and the most."
+        f" At most {busy:.1f} cores were busy, the load's included.",
+        "",
+        table(["", "aggregated", "disaggregated", "ratio"], [row(results.cells, name) for name in MEASURES]),
+        "",
+        "## What the way between the workers adds",
+        "",
+        added(results.cells),
+        "",
+        "## From a client's leaving to everything freed",
+        "",
+        "On a model whose steps take about a millisecond, so that it is not the step in flight that is measured; by the"
+        " workers' own logs, to the millisecond.",
+        "",
+        table(["the request was in", "clients", "p50 ms", "p99 ms", "longest ms"], [*cancel_rows(results.cancels)]),
+        "",
+        "## Bytes from one process to another",
+        "",
+        "Blocks as SmolLM2 has them. `first touch` is the first read of memory that this process has not seen yet.",
+        "",
+        to_table(results.transfers),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def by_round(cells: Sequence[Cell], system: str, measure: Measure) -> dict[int, float]:
+    return {cell.round: measure(cell) * 1000 for cell in cells if cell.system == system}
+
+
+def row(cells: Sequence[Cell], name: str) -> list[str]:
+    whole, split = (by_round(cells, system, MEASURES[name]) for system in ("aggregated", "disaggregated"))
+    ratios = [split[number] / whole[number] for number in whole if number in split]
+    return [name, spread(list(whole.values())), spread(list(split.values())), f"{spread(ratios, 2)}x"]
+
+
+def added(cells: Sequence[Cell]) -> str:
+    measure = MEASURES["first token alone, p50"]
+    whole, split = (by_round(cells, system, measure) for system in ("aggregated", "disaggregated"))
+    shares = [(split[number] - whole[number]) / whole[number] * 100 for number in whole if number in split]
+    later = [split[number] - whole[number] for number in whole if number in split]
+    fetch = by_round(cells, "disaggregated", lambda cell: cell.fetch_s)
+    step = by_round(cells, "disaggregated", MEASURES["gap alone, p50"])
+    fetching, making = spread([*fetch.values()]), spread([*step.values()])
+    return (
+        f"The first token of a prompt of 1,000 tokens comes {spread(shares)} % later than from one worker that does"
+        f" both, in the same round: {spread(later)} ms. Fetching the KV takes {fetching} ms of that, and the step in"
+        f" which the decode worker makes the token {making} ms; the rest is messages between four processes, and noise."
+    )
+
+
+def cancel_rows(cancels: dict[str, list[float]]) -> list[list[str]]:
+    return [
+        [phase, str(len(times)), *(f"{value * 1000:.1f}" for value in (at(0.5, times), at(0.99, times), max(times)))]
+        for phase, times in cancels.items()
+    ]
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"

@@ -1,0 +1,278 @@
+"""Turns the runs of the engine bench into markdown: medians with their spread, ratios round by round, agreement."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from bench.engine_runs import Answer, Measured, Run
+from bench.report import CHANGED_SOURCE, NOISY_CORES, number, table
+from bench.result_files import Machine
+
+OURS = "baton"
+REFERENCE = "transformers-fp32"
+NOISY_SPREAD = 0.25
+NOISY_MARK = "~"
+SAMPLE_CHARACTERS = 60
+
+Values = Callable[[Measured], list[float]]
+Decode = Callable[[Sequence[int]], str]
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """How much work a run is."""
+
+    batches: tuple[int, ...] = (1, 8, 32)
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+    prefill_tokens: int = 1000
+    rounds: int = 3
+    """How often each engine is started, in turn with the others."""
+    repeats: int = 2
+    """How often each cell is measured in a round."""
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an engine's greedy answers are those of transformers in 32 bits."""
+
+    rows: int
+    equal_rows: int
+    leading_tokens: float
+    """Mean over the rows of the tokens that agree before the first that does not."""
+    sample: str
+
+
+class EngineResults(msgspec.Struct, frozen=True, kw_only=True):
+    date: str
+    commit: str
+    command: str
+    source_changed: bool
+    threads: int
+    sizes: Sizes
+    machine: Machine
+    runs: list[Run]
+    agreement: dict[str, Agreement]
+
+
+class Spread(NamedTuple):
+    middle: float
+    least: float
+    most: float
+
+    @property
+    def noisy(self) -> bool:
+        return self.most - self.least > NOISY_SPREAD * self.middle
+
+
+class Measure(NamedTuple):
+    """One column: its title, and what it reads out of a round."""
+
+    title: str
+    values: Values
+
+    def spread(self, rounds: Iterable[Measured]) -> Spread:
+        return spread_of([value for found in rounds for value in self.values(found)])
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    return Spread(median(values), min(values), max(values))
+
+
+def written(spread: Spread, mark: bool = False) -> str:
+    around = "" if spread.least == spread.most else f" ({number(spread.least)}-{number(spread.most)})"
+    return f"{NOISY_MARK if mark or spread.noisy else ''}{number(spread.middle)}{around}"
+
+
+def decode_cell(batch: int) -> str:
+    return f"decode-{batch}"
+
+
+PREFILL_CELL = "prefill"
+
+
+def decode_measures(sizes: Sizes) -> list[Measure]:
+    return [Measure(f"decode, batch {batch}", rates(decode_cell(batch), "decode")) for batch in sizes.batches]
+
+
+def wall_measures(sizes: Sizes) -> list[Measure]:
+    return [Measure(f"whole, batch {batch}", rates(decode_cell(batch), "wall")) for batch in sizes.batches]
+
+
+def rates(cell: str, kind: Literal["decode", "prefill", "wall"]) -> Values:
+    return lambda found: [getattr(rate, kind) for rate in found.cells[cell]]
+
+
+def main_measures(sizes: Sizes) -> list[Measure]:
+    return [
+        *decode_measures(sizes),
+        Measure("prefill", rates(PREFILL_CELL, "prefill")),
+        Measure("ready, s", lambda found: [found.ready_s]),
+        Measure("memory, GB", lambda found: [found.peak_bytes / 1e9]),
+    ]
+
+
+def to_markdown(results: EngineResults) -> str:
+    runs, sizes = results.runs, results.sizes
+    measures = main_measures(sizes)
+    parts = [
+        heading(results),
+        CHANGED_SOURCE if results.source_changed else "",
+        table(["engine", *(measure.title for measure in measures)], rows_of(runs, measures)),
+        "Tokens a second; ready and memory as they are.",
+        "## From the prompts to the last token",
+        table(["engine", *(measure.title for measure in wall_measures(sizes))], rows_of(runs, wall_measures(sizes))),
+        *ratio_sections(runs, [*measures, *wall_measures(sizes)]),
+        *agreement_section(results),
+        *failure_section(runs),
+        noise(runs, [*measures, *wall_measures(sizes)]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def heading(results: EngineResults) -> str:
+    machine, sizes = results.machine, results.sizes
+    versions = {
+        name: version for run in results.runs if run.measured for name, version in run.measured.versions.items()
+    }
+    versions["baton-serve"] = machine.versions.get("baton-serve", "unknown")
+    named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    return (
+        "# The built-in engine next to its peers, on a CPU\n\n"
+        f"`{results.command}`, {results.date}, commit {results.commit or 'unknown'}. {results.threads} threads on "
+        f"{machine.cores} cores of {machine.cpu}, Python {machine.python}, {named}.\n\n"
+        f"SmolLM2-135M-Instruct. Decode: prompts of {sizes.prompt_tokens} tokens that differ, {sizes.new_tokens} new "
+        "tokens each, greedy, ends ignored, all given at once; counted from the moment every row has its first token "
+        f"to the moment the first row has its last. Prefill: a prompt of {sizes.prefill_tokens:,} tokens to its first "
+        "new one. Ready: from the start of the process to a first token. Memory: the peak resident size of the "
+        "process and its children. Each engine runs alone in a process of its own, "
+        f"{sizes.rounds} rounds in turn, every cell {sizes.repeats} times a round (prefill twice as often). A value is "
+        f"the median with the least and the most in brackets; {NOISY_MARK} marks a spread above {NOISY_SPREAD:.0%} of "
+        "the median. Engines differ in what they compute with: q4_1 and q8_0 read fewer bytes a token than 16 bits."
+    )
+
+
+def rows_of(runs: Sequence[Run], measures: Sequence[Measure]) -> Iterator[list[str]]:
+    for engine in engines_of(runs):
+        found = measured_rounds(runs, engine).values()
+        told = [written(measure.spread(found)) for measure in measures] if found else ["-"] * len(measures)
+        yield [engine, *told]
+
+
+def ratio_sections(runs: Sequence[Run], measures: Sequence[Measure]) -> Iterator[str]:
+    """Ours over each peer's, round by round: what disturbed a round touched both."""
+    engines = engines_of(runs)
+    for ours in (engine for engine in engines if engine.startswith(OURS) and measured_rounds(runs, engine)):
+        peers = [engine for engine in engines if engine != ours and measured_rounds(runs, engine)]
+        if peers:
+            yield f"## {ours}, as a multiple of each"
+            rows = [[peer, *(ratio(runs, ours, peer, measure) for measure in measures)] for peer in peers]
+            yield table(["engine", *(measure.title for measure in measures)], rows)
+
+
+def ratio(runs: Sequence[Run], ours: str, peer: str, measure: Measure) -> str:
+    left, right = measured_rounds(runs, ours), measured_rounds(runs, peer)
+    found = round_ratios(left, right, measure)
+    noisy = any(measure.spread(rounds.values()).noisy for rounds in (left, right))
+    return written(spread_of(found), mark=noisy) + "x" if found else "-"
+
+
+def round_ratios(ours: dict[int, Measured], theirs: dict[int, Measured], measure: Measure) -> list[float]:
+    return [
+        median(measure.values(ours[turn])) / median(measure.values(theirs[turn]))
+        for turn in sorted(ours.keys() & theirs.keys())
+    ]
+
+
+def agreement_section(results: EngineResults) -> Iterator[str]:
+    if not results.agreement:
+        return
+    yield "## Do they say the same?"
+    yield (
+        f"The decode prompts' answers next to those of {REFERENCE}: how many rows are equal from end to end, and after "
+        "how many tokens, on average, the first differs. Rounding to 16 bits makes close calls fall the other way, and "
+        "from there on a text goes its own way; 32 bits should agree throughout."
+    )
+    yield table(
+        ["engine", "equal rows", "leading tokens that agree", "the first answer begins"],
+        [
+            [engine, f"{found.equal_rows} of {found.rows}", f"{found.leading_tokens:.1f}", f"`{found.sample}`"]
+            for engine, found in results.agreement.items()
+        ],
+    )
+
+
+def agreements(runs: Sequence[Run], decode: Decode) -> dict[str, Agreement]:
+    """Compare every engine's first answers with the reference's; empty when the reference is missing."""
+    first = {run.engine: run.measured for run in reversed(runs) if run.measured}
+    reference = first.get(REFERENCE)
+    if reference is None:
+        return {}
+    return {engine: agreement(reference, first[engine], decode) for engine in engines_of(runs) if engine in first}
+
+
+def agreement(reference: Measured, other: Measured, decode: Decode) -> Agreement:
+    pairs = [
+        (expected.tokens or [], given)
+        for cell, answers in reference.outputs.items()
+        if cell != PREFILL_CELL
+        for expected, given in zip(answers, other.outputs[cell], strict=True)
+    ]
+    leading = [leading_tokens(expected, given, decode) for expected, given in pairs]
+    answer = pairs[0][1]
+    text = answer.text if answer.text is not None else decode(answer.tokens or [])
+    return Agreement(
+        rows=len(pairs),
+        equal_rows=sum(count == len(expected) for count, (expected, _) in zip(leading, pairs, strict=True)),
+        leading_tokens=sum(leading) / len(leading),
+        sample=" ".join(text.split())[:SAMPLE_CHARACTERS].replace("`", "'").replace("|", "/"),
+    )
+
+
+def leading_tokens(expected: Sequence[int], given: Answer, decode: Decode) -> int:
+    """How many tokens agree before the first that does not; of an engine that only tells its text, by the text."""
+    if given.tokens is not None:
+        return sum(1 for _ in common_prefix(expected, given.tokens))
+    text = given.text or ""
+    return next(
+        (count - 1 for count in range(1, len(expected) + 1) if not text.startswith(decode(expected[:count]))),
+        len(expected),
+    )
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> Iterator[int]:
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            return
+        yield one
+
+
+def failure_section(runs: Sequence[Run]) -> Iterator[str]:
+    failed = [run for run in runs if run.failure]
+    if failed:
+        yield "## What did not run"
+        yield "\n".join(
+            f"- {engine}, {sum(run.engine == engine for run in failed)} of {sum(run.engine == engine for run in runs)} "
+            f"rounds: {next(run.failure for run in failed if run.engine == engine)}"
+            for engine in engines_of(failed)
+        )
+
+
+def noise(runs: Sequence[Run], measures: Sequence[Measure]) -> str:
+    found = [rounds for engine in engines_of(runs) if (rounds := measured_rounds(runs, engine).values())]
+    noisy = [measure.spread(rounds).noisy for rounds in found for measure in measures]
+    disturbed = sum(run.foreign_cores > NOISY_CORES for run in runs)
+    most = max(run.foreign_cores for run in runs)
+    return (
+        f"{sum(noisy)} of {len(noisy)} cells are noisy ({NOISY_MARK}). In {disturbed} of {len(runs)} runs other work "
+        f"kept more than {NOISY_CORES} cores busy meanwhile ({most:.2f} at the most)."
+    )
+
+
+def engines_of(runs: Sequence[Run]) -> list[str]:
+    """In the order of the first round."""
+    return list(dict.fromkeys(run.engine for run in sorted(runs, key=lambda run: run.round)))
+
+
+def measured_rounds(runs: Sequence[Run], engine: str) -> dict[int, Measured]:
+    return {run.round: run.measured for run in runs if run.engine == engine and run.measured}

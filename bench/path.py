@@ -1,0 +1,292 @@
+"""`python -m bench.path`: what the way of a token costs, for Baton and its peers in the same run.
+
+Every repeat starts each system afresh and takes the cells of the matrix in turn, one system after the
+other, so that what else happens on the machine touches all of them alike. Speed is reported, never judged.
+"""
+
+import argparse
+import dataclasses
+import io
+import pstats
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+import baton
+from bench.load import OPEN_LINE, LoadResult, LoadSpec, raise_descriptor_limit
+from bench.report import to_markdown
+from bench.result_files import Cell, Kind, Results, describe_run, source_digest
+from bench.systems import FLAT_OUT_ONLY, LAUNCHES, RunningSystem, Setup, SystemFailed, running
+
+TOKENS = 128
+FLAT_OUT_MS = 0.0
+PACED_MS = 20.0
+IDLE_MS = 1000.0
+# Nearly the context of Baton's echo engine.
+STALLED_TOKENS = 1_000_000
+STALL_LEAD_S = 6.0
+HOLD_S = 3.0
+ANY_NUMBER = 1_000_000
+DEADLINE_S = 60.0
+PROFILE_STREAMS = 64
+PROFILE_LINES = 25
+
+
+@dataclass(frozen=True)
+class Plan:
+    systems: tuple[str, ...] = tuple(LAUNCHES)
+    flat_streams: tuple[int, ...] = (1, 16, 64, 256, 1024)
+    paced_streams: tuple[int, ...] = (1, 16, 64, 256, 512, 1024)
+    stall_streams: int = 16
+    idle_streams: int = 1024
+    repeats: int = 3
+    flat_s: float = 2.5
+    """For how long a flat-out cell goes on starting requests."""
+    peers_catch_up: bool = False
+    model_dir: Path = Path(baton.__file__).parent / "engines" / "echo" / "model"
+
+    def setup(self, pace_ms: float, profile_dir: Path | None = None) -> Setup:
+        return Setup(pace_ms, self.model_dir, self.peers_catch_up, profile_dir)
+
+    def systems_at(self, pace_ms: float, repeat: int) -> list[str]:
+        """The systems in turn, each repeat beginning with another, so that none always goes first."""
+        names = [name for name in self.systems if pace_ms == FLAT_OUT_MS or name not in FLAT_OUT_ONLY]
+        start = repeat % max(1, len(names))
+        return [*names[start:], *names[:start]]
+
+
+QUICK = Plan(flat_streams=(1, 8), paced_streams=(8,), stall_streams=4, idle_streams=32, repeats=1, flat_s=0.5)
+
+
+def load_spec(plan: Plan, system: RunningSystem, streams: int, paced_requests: int = 1) -> LoadSpec:
+    """Flat out, each connection sends what fits in a set time; paced, it sends a set number of requests."""
+    paced = system.pace_ms > 0
+    return LoadSpec(
+        port=system.port,
+        streams=streams,
+        tokens=TOKENS,
+        requests=paced_requests if paced else ANY_NUMBER,
+        start_limit_s=DEADLINE_S if paced else plan.flat_s,
+        deadline_s=DEADLINE_S,
+    )
+
+
+def run_plan(plan: Plan) -> Iterator[Cell]:
+    """Yield every cell as it is measured, so that a run cut short leaves what it has."""
+    for repeat in range(plan.repeats):
+        with started(plan, FLAT_OUT_MS, repeat) as systems:
+            yield from run_matrix(plan, systems, plan.flat_streams, repeat)
+            yield from run_stall(plan, systems, repeat)
+        with started(plan, PACED_MS, repeat) as systems:
+            yield from run_matrix(plan, systems, plan.paced_streams, repeat)
+    yield from run_idle(plan)
+
+
+@contextmanager
+def started(plan: Plan, pace_ms: float, repeat: int) -> Iterator[list[RunningSystem]]:
+    with ExitStack() as stack:
+        setup, names = plan.setup(pace_ms), plan.systems_at(pace_ms, repeat)
+        yield [stack.enter_context(running(name, setup)) for name in names]
+
+
+def run_matrix(
+    plan: Plan, systems: Sequence[RunningSystem], stream_counts: Sequence[int], repeat: int
+) -> Iterator[Cell]:
+    for streams in stream_counts:
+        for system in systems:
+            # A second request shows what a reused connection costs; with many streams it is not needed.
+            spec = load_spec(plan, system, streams, paced_requests=2 if streams < 64 else 1)
+            yield measure(system, spec, "stream", repeat)
+
+
+def run_stall(plan: Plan, systems: Sequence[RunningSystem], repeat: int) -> Iterator[Cell]:
+    """Only flat out: a paced server takes minutes to write what fills the buffers of a client."""
+    for system in systems:
+        spec = load_spec(plan, system, plan.stall_streams)
+        yield measure(system, spec, "undisturbed", repeat)
+        stalled = msgspec.structs.replace(spec, stalled_tokens=STALLED_TOKENS, stall_lead_s=STALL_LEAD_S)
+        yield measure(system, stalled, "stalled", repeat)
+
+
+def run_idle(plan: Plan) -> Iterator[Cell]:
+    """Once per run: memory hardly varies, and every system has to be started for it."""
+    for name in plan.systems_at(IDLE_MS, 0):
+        with running(name, plan.setup(IDLE_MS)) as system:
+            spec = load_spec(plan, system, plan.idle_streams)
+            yield measure(system, msgspec.structs.replace(spec, hold_s=HOLD_S), "idle", 0)
+
+
+def measure(system: RunningSystem, spec: LoadSpec, kind: Kind, repeat: int) -> Cell:
+    rss_open: dict[str, int] = {}
+
+    def look_at_memory() -> None:
+        time.sleep(spec.hold_s / 2)
+        rss_open.update(system.usage().rss_bytes)
+
+    before, busy_before, began = system.usage(), busy_core_s(), time.monotonic()
+    load = generate_load(spec, look_at_memory)
+    after, busy_s, wall_s = system.usage(), busy_core_s() - busy_before, time.monotonic() - began
+    cpu_s = {role: after.cpu_s[role] - before.cpu_s[role] for role in after.cpu_s}
+    foreign_s = busy_s - sum(cpu_s.values()) - load.cpu_s
+    cell = Cell(
+        kind=kind,
+        system=system.name,
+        pace_ms=system.pace_ms,
+        streams=spec.streams,
+        tokens_per_request=spec.tokens,
+        repeat=repeat,
+        load=load,
+        cpu_s=cpu_s,
+        rss_start_bytes=system.at_start.rss_bytes,
+        rss_open_bytes=rss_open,
+        foreign_cores=max(0.0, foreign_s / wall_s),
+    )
+    print_progress(cell)
+    return cell
+
+
+def generate_load(spec: LoadSpec, on_open: Callable[[], None]) -> LoadResult:
+    """Run the load generator to its end, calling `on_open` when all its streams are open."""
+    argv = [sys.executable, "-m", "bench.load", msgspec.json.encode(spec).decode()]
+    last_line = ""
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        # The generator ends by its own deadline; this only ends one that is broken.
+        guard = threading.Timer(2 * spec.deadline_s, process.kill)
+        guard.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                last_line = line.strip()
+                if last_line == OPEN_LINE:
+                    on_open()
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            guard.cancel()
+    if process.returncode != 0 or not last_line.startswith("{"):
+        raise SystemFailed(f"the load generator ended with {process.returncode} and no result")
+    return msgspec.json.decode(last_line, type=LoadResult)
+
+
+def busy_core_s() -> float:
+    """Seconds all cores together have spent on anything but idling, since the machine started."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
+
+
+def print_progress(cell: Cell) -> None:
+    load = cell.load
+    rate = load.tokens / load.duration_s if load.duration_s else 0.0
+    print(
+        f"{cell.kind:11} {cell.system:14} pace {cell.pace_ms:6g} streams {cell.streams:5} "
+        f"{rate:9.0f} tok/s  ttft {load.ttft_ms_p50:7.1f} ms  gap p99 {load.gap_ms_p99:7.1f} ms  "
+        f"others {cell.foreign_cores:4.1f} cores {'' if cell.valid else f'INVALID {load.errors}'}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def write_results(results: Results, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
+    (out / f"path-{results.date[:10]}.json").write_bytes(encoded)
+    (out / "path.md").write_text(to_markdown(results))
+
+
+def write_profile(plan: Plan, out: Path) -> None:
+    """Load Baton alone with its worker under cProfile and write the functions that cost the most."""
+    with tempfile.TemporaryDirectory(prefix="baton-profile-") as folder:
+        with running("baton", plan.setup(FLAT_OUT_MS, Path(folder))) as system:
+            measure(system, load_spec(plan, system, PROFILE_STREAMS), "stream", 0)
+        files = [str(file) for file in sorted(Path(folder).iterdir())]
+        if not files:
+            raise SystemFailed("the worker left no profile")
+        out.mkdir(parents=True, exist_ok=True)
+        text = io.StringIO()
+        pstats.Stats(*files, stream=text).sort_stats("tottime").print_stats(PROFILE_LINES)
+        table = text.getvalue().partition("\n\n")[2]  # its first paragraph is where the file lay
+        (out / "path-profile.txt").write_text(re.sub(r"/\S*/(?=baton/|site-packages/|lib/python)", "", table))
+
+
+def parse_plan(options: argparse.Namespace) -> Plan:
+    base = QUICK if options.quick else Plan()
+    return dataclasses.replace(
+        base,
+        systems=options.systems or base.systems,
+        flat_streams=options.streams or base.flat_streams,
+        paced_streams=options.streams or base.paced_streams,
+        repeats=options.repeats or base.repeats,
+        peers_catch_up=options.peers_catch_up,
+        model_dir=options.model_dir or base.model_dir,
+    )
+
+
+def comma_separated_counts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def comma_separated_systems(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(LAUNCHES):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+    return names
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.path", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small matrix, to see that everything runs")
+    parser.add_argument("--streams", type=comma_separated_counts, metavar="N,N", help="concurrent streams")
+    parser.add_argument("--repeats", type=int, help="how often each cell is measured")
+    parser.add_argument("--systems", type=comma_separated_systems, metavar="A,B", help=", ".join(LAUNCHES))
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
+    parser.add_argument("--model-dir", type=Path, help="tokenizer and config for the reference worker")
+    parser.add_argument("--peers-catch-up", action="store_true", help="peers pace by the clock, as Baton does")
+    parser.add_argument("--profile", action="store_true", help="only profile Baton's worker, flat out")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    plan = parse_plan(options)
+    raise_descriptor_limit()
+    # Leaving by exception stops what was started; the default action would leave it running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        if options.profile:
+            write_profile(plan, options.out)
+            return 0
+        return run_and_write(plan, options.out)
+    except SystemFailed as failure:
+        print(failure, file=sys.stderr)
+        return 1
+
+
+def run_and_write(plan: Plan, out: Path) -> int:
+    """Run the plan and write what was measured, also when it is cut short; 0 when every cell is valid."""
+    cells: list[Cell] = []
+    source = source_digest()
+    try:
+        for cell in run_plan(plan):
+            cells.append(cell)
+    finally:
+        if cells:
+            changed = source_digest() != source
+            results = describe_run(cells, peers_catch_up=plan.peers_catch_up, source_changed=changed)
+            write_results(results, out)
+    return 0 if all(cell.valid for cell in cells) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

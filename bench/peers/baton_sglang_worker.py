@@ -1,0 +1,122 @@
+"""Baton's own way of serving SGLang, on the same double as the reference's: the adapter's request path, a whole worker.
+
+Settings come from the environment (`BATON_*`), as for any worker.
+"""
+
+import argparse
+import asyncio
+import os
+from array import array
+from collections.abc import AsyncGenerator
+
+import msgspec
+import uvloop
+
+from baton.config.directories import profile_directory
+from baton.config.load import load
+from baton.config.settings import Settings
+from baton.engine_kit.output_stream import OutputStream
+from baton.engines.sglang.compat import Dialect
+from baton.engines.sglang.params import Setting
+from baton.engines.sglang.requests import Requests
+from baton.errors import EngineDead, Unsupported
+from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
+from baton.process.exit_codes import exit_code
+from baton.protocol.commands import Outcome, Verb
+from baton.protocol.events import Reading
+from baton.protocol.ids import RequestId
+from baton.runtimes.dynamo.environment import environment
+from bench.peers.fake_sglang import Engine as Double
+from bench.peers.fake_sglang import Request
+
+
+class SglangOnDouble:
+    """An Engine (see `ports/engine.py`): the part of the SGLang adapter that requests go through."""
+
+    def __init__(self, model_dir: str, pace_s: float) -> None:
+        self._model_dir = model_dir
+        self._pace_s = pace_s
+        self._double: Double | None = None
+        self._requests: Requests | None = None
+        self._over = asyncio.Event()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(max_choices=16)
+
+    async def start(self) -> EngineInfo:
+        self._double = Double(self._pace_s)
+        setting = Setting(dialect=Dialect(version="0.5.23"), part="whole")
+        self._requests = Requests(self._double.tokenizer_manager, Request, setting)  # type: ignore[arg-type]
+        return EngineInfo(
+            model_name="echo",
+            model_dir=self._model_dir,
+            context_length=1_000_000,
+            block_size=16,
+            total_blocks=100_000,
+            max_running=4096,
+        )
+
+    def submit(self, work: Work) -> OutputStream:
+        assert self._requests is not None
+        return self._requests.submit(work)
+
+    async def abort(self, request_id: RequestId) -> None:
+        assert self._requests is not None
+        await self._requests.abort(request_id)
+
+    def received(self, request_id: RequestId) -> None:
+        """Nothing was asked for."""
+
+    async def embed(self, work: EmbedWork) -> "list[array[float]]":
+        raise Unsupported("the double does not embed")
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        raise Unsupported("the double does not encode")
+
+    async def control(self, verb: Verb) -> Outcome:
+        raise Unsupported("the double takes no orders")
+
+    async def readings(self) -> AsyncGenerator[Reading, None]:
+        await self._over.wait()
+        nothing: tuple[Reading, ...] = ()
+        for reading in nothing:
+            yield reading
+
+    def metrics(self) -> str:
+        return ""
+
+    def progress(self) -> Progress:
+        assert self._requests is not None
+        return Progress(self._requests.steps, self._requests.running, self._requests.waiting)
+
+    async def stop(self) -> None:
+        self._over.set()
+        if self._requests is not None:
+            await self._requests.close(EngineDead("the engine has stopped"))
+        if self._double is not None:
+            await self._double.tokenizer_manager.close()
+
+
+async def run(settings: Settings, engine: SglangOnDouble) -> None:
+    from baton.process.signals import stop_on_signals
+    from baton.process.worker import Worker
+    from baton.runtimes.dynamo.runtime import DynamoRuntime
+
+    runtime = DynamoRuntime(settings.runtime, tells_metrics=False, reader_stall_s=60.0, leave_s=11.0)
+    worker = Worker(settings, engine, runtime)
+    await exit_code(worker.run(stop_on_signals(drain_s=settings.drain_s), lambda: None), profile_directory(settings))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model-dir", required=True)
+    parser.add_argument("--pace-ms", type=float, default=0.0)
+    options = parser.parse_args()
+    settings = msgspec.structs.replace(load({}, os.environ, None), engine="sglang")
+    os.environ.update(environment(settings.runtime))  # the runtime reads it while it is imported
+    uvloop.run(run(settings, SglangOnDouble(options.model_dir, options.pace_ms / 1000)))
+
+
+if __name__ == "__main__":
+    main()

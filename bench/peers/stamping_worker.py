@@ -1,0 +1,88 @@
+"""A worker that puts the time into every chunk, so that whoever reads it knows how old it is.
+
+All processes of a machine share its monotonic clock. A request says how many tokens it wants and at what pace; 0 is as
+fast as they leave.
+"""
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator
+
+import msgspec
+import uvloop
+
+from baton.config.runtime import RuntimeOptions
+from baton.ports.runtime import Context, Service, Wire
+from baton.runtimes.dynamo.environment import environment
+from bench.peers.pace import new_wait
+
+STOP_S = 1.0
+
+
+def stamped_request(tokens: int, pace_ms: float, prompt: int = 3) -> Wire:
+    """Return a request for this worker, as a frontend would send it but for the pace."""
+    return {
+        "token_ids": list(range(prompt)),
+        "stop_conditions": {"max_tokens": tokens},
+        "sampling_options": {"temperature": 0.0},
+        "pace_ms": pace_ms,
+    }
+
+
+class _Stop(msgspec.Struct):
+    max_tokens: int
+
+
+class _Order(msgspec.Struct):
+    stop_conditions: _Stop
+    pace_ms: float
+
+
+async def generate(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+    """Yield numbered tokens, each with the time at which it was made."""
+    order = msgspec.convert(request, _Order)
+    wait = new_wait(order.pace_ms / 1000, catch_up=True)
+    left = asyncio.Event()
+    context.on_cancel(left.set)
+    for number in range(order.stop_conditions.max_tokens):
+        if number:
+            await wait()
+        if left.is_set():
+            return
+        yield {"token_ids": [number], "index": 0, "t": time.monotonic_ns()}
+
+
+def as_is(wire: object) -> Wire:
+    """Return `wire`, which needs no codec."""
+    assert isinstance(wire, dict)
+    return wire
+
+
+async def run(directory: str, path: str) -> None:
+    """Serve at `path` until told to stop."""
+    from baton.process.signals import stop_on_signals
+    from baton.runtimes.dynamo.runtime import DynamoRuntime
+
+    stop = stop_on_signals(drain_s=STOP_S)
+    runtime = DynamoRuntime(RuntimeOptions(directory=directory))
+    await runtime.start()
+    try:
+        await runtime.serve(path, Service(generate, as_is, as_is))
+        await stop.wait()
+    finally:
+        await runtime.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", required=True, help="where file discovery keeps its records")
+    parser.add_argument("--path", required=True, help="the endpoint, as namespace.component.endpoint")
+    options = parser.parse_args()
+    os.environ.update(environment(RuntimeOptions(directory=options.directory)))  # read while the runtime is imported
+    uvloop.run(run(options.directory, options.path))
+
+
+if __name__ == "__main__":
+    main()

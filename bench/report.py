@@ -1,0 +1,264 @@
+"""Turns the results of a path run into markdown tables: medians with their spread, and ratios to peers."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from bench.result_files import Cell, Kind, Results
+
+OURS = ("baton", "baton-eager")
+# Below this many streams, memory growth is the allocator's doing and says nothing about a stream.
+FEWEST_STREAMS_FOR_MEMORY = 64
+
+# A cell with more than this many cores busy elsewhere says more about the machine than about the system.
+NOISY_CORES = 0.25
+CHANGED_SOURCE = "**The source changed during this run: what it says of Baton mixes versions. Run it again.**"
+
+Measure = Callable[[Cell], float | None]
+Rows = Iterable[Sequence[str]]
+
+
+def tokens_per_s(cell: Cell) -> float:
+    return cell.load.tokens / cell.load.duration_s
+
+
+def events_per_s(cell: Cell) -> float:
+    return cell.load.events / cell.load.duration_s
+
+
+def tokens_per_event(cell: Cell) -> float:
+    return cell.load.tokens / cell.load.events
+
+
+def cpu_us_per_token(*roles: str) -> Measure:
+    """CPU of these roles, or of the whole system when none is named; None when it has no such process."""
+
+    def measure(cell: Cell) -> float | None:
+        spent = [cpu_s for role, cpu_s in cell.cpu_s.items() if not roles or role in roles]
+        return 1e6 * sum(spent) / cell.load.tokens if spent else None
+
+    return measure
+
+
+def cpu_us_per_event(cell: Cell) -> float:
+    return 1e6 * sum(cell.cpu_s.values()) / cell.load.events
+
+
+def load_cpu_us_per_token(cell: Cell) -> float:
+    return 1e6 * cell.load.cpu_s / cell.load.tokens
+
+
+def kib_per_stream(*roles: str) -> Measure:
+    def measure(cell: Cell) -> float | None:
+        grown = [
+            size - cell.rss_start_bytes[role]
+            for role, size in cell.rss_open_bytes.items()
+            if not roles or role in roles
+        ]
+        if not grown or (cell.streams < FEWEST_STREAMS_FOR_MEMORY and cell.kind != "idle"):
+            return None
+        return sum(grown) / cell.streams / 1024
+
+    return measure
+
+
+def over_ideal(request_ms: float, cell: Cell) -> float | None:
+    return request_ms / (cell.tokens_per_request * cell.pace_ms) if cell.pace_ms else None
+
+
+CELL_MEASURES: dict[str, Measure] = {
+    "tokens/s": tokens_per_s,
+    "TTFT p50 ms": lambda cell: cell.load.ttft_ms_p50,
+    "TTFT p99 ms": lambda cell: cell.load.ttft_ms_p99,
+    "gap p99 ms": lambda cell: cell.load.gap_ms_p99,
+    "tokens/event": tokens_per_event,
+    "events/s": events_per_s,
+    "worker CPU us/token": cpu_us_per_token("worker"),
+    "frontend CPU us/token": cpu_us_per_token("frontend"),
+    "all CPU us/event": cpu_us_per_event,
+    "load CPU us/token": load_cpu_us_per_token,
+}
+PACED_MEASURES: dict[str, Measure] = {
+    "request/ideal p50": lambda cell: over_ideal(cell.load.request_ms_p50, cell),
+    "request/ideal p99": lambda cell: over_ideal(cell.load.request_ms_p99, cell),
+    "worker KiB/stream": kib_per_stream("worker"),
+    "frontend KiB/stream": kib_per_stream("frontend"),
+}
+STALL_KINDS: tuple[Kind, ...] = ("undisturbed", "stalled")
+STALL_MEASURES: dict[str, Measure] = {
+    "gap p99 ms": lambda cell: cell.load.gap_ms_p99,
+    "tokens/s": tokens_per_s,
+}
+IDLE_MEASURES: dict[str, Measure] = {
+    "worker KiB/stream": kib_per_stream("worker"),
+    "frontend KiB/stream": kib_per_stream("frontend"),
+    "all KiB/stream": kib_per_stream(),
+}
+RATIO_MEASURES: dict[str, Measure] = {
+    "tokens/s": tokens_per_s,
+    "events/s": events_per_s,
+    "TTFT p50": lambda cell: cell.load.ttft_ms_p50,
+    "gap p99": lambda cell: cell.load.gap_ms_p99,
+    "CPU/token": cpu_us_per_token(),
+    "CPU/event": cpu_us_per_event,
+}
+
+
+def to_markdown(results: Results) -> str:
+    parts = [heading(results), CHANGED_SOURCE if results.source_changed else ""]
+    for pace_ms in sorted({cell.pace_ms for cell in results.cells if cell.kind == "stream"}):
+        parts += pace_section(results.cells, pace_ms)
+    parts += stall_section(results.cells)
+    parts += idle_section(results.cells)
+    parts.append(noise(results.cells))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def heading(results: Results) -> str:
+    machine = results.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    peers = "so do the peers" if results.peers_catch_up else "the peers sleep before each, so delays add up"
+    return (
+        "# The way of a token, measured\n\n"
+        f"`{results.command}`, {results.date}, commit {results.commit or 'unknown'}. "
+        f"{machine.cores} cores of {machine.cpu}, Python {machine.python}, {versions}.\n\n"
+        "Streamed chat completions over loopback; client, frontend and worker share the cores. "
+        "Each value is the median of the repeats, with the least and the most in brackets. "
+        "A gap is the time between two events of a stream. More than one token an event means that a system "
+        "merged tokens, which makes each cheaper: tokens/s of two systems compare only at the same tokens/event, "
+        "and events/s and CPU/event tell the rest. `baton-eager` is Baton made to send each token in an event "
+        "of its own, like the peers (`flush_ms` 0, `echo.burst` 1). Baton's echo engine "
+        f"paces by the clock and makes up for late tokens; {peers}."
+    )
+
+
+def pace_section(cells: Sequence[Cell], pace_ms: float) -> list[str]:
+    chosen = [cell for cell in cells if cell.kind == "stream" and cell.pace_ms == pace_ms]
+    measures = CELL_MEASURES | (PACED_MEASURES if pace_ms else {})
+    return [
+        f"## {pace_name(pace_ms)}",
+        table(["streams", "system", *measures], cell_rows(chosen, measures)),
+        ratio_table(chosen),
+    ]
+
+
+def pace_name(pace_ms: float) -> str:
+    return f"Paced at {pace_ms:g} ms a token" if pace_ms else "Flat out"
+
+
+def cell_rows(cells: Sequence[Cell], measures: dict[str, Measure]) -> Rows:
+    for streams in sorted({cell.streams for cell in cells}):
+        for system in systems_of(cells):
+            repeats = [cell for cell in cells if (cell.streams, cell.system) == (streams, system)]
+            yield [f"{streams:,}", system, *(summary(repeats, measure) for measure in measures.values())]
+
+
+def ratio_table(cells: Sequence[Cell]) -> str:
+    """Baton's median over each peer's, per measure; empty when Baton or every peer is missing."""
+    present = systems_of(cells)
+    peers = [name for name in present if name not in OURS]
+    ours = [name for name in present if name in OURS]
+    if not peers or not ours:
+        return ""
+    pairs = [(name, measure, peer) for name, measure in RATIO_MEASURES.items() for peer in peers]
+    rows = []
+    for streams in sorted({cell.streams for cell in cells}):
+        here = [cell for cell in cells if cell.streams == streams]
+        for name in ours:
+            found = [ratio(here, measure, name, peer) for _, measure, peer in pairs]
+            rows.append([f"{streams:,}", name, *found])
+    return table(["streams", "system", *(f"{name} / {peer}" for name, _, peer in pairs)], rows)
+
+
+def ratio(cells: Sequence[Cell], measure: Measure, name: str, peer: str) -> str:
+    ours = values([cell for cell in cells if cell.system == name], measure)
+    theirs = values([cell for cell in cells if cell.system == peer], measure)
+    if not ours or not theirs or not median(theirs):
+        return "-"
+    return f"{median(ours) / median(theirs):.2f}x"
+
+
+def stall_section(cells: Sequence[Cell]) -> list[str]:
+    """Each measure without and with the stalled client; only full buffers can hold anybody up."""
+    chosen = [cell for cell in cells if cell.kind in STALL_KINDS]
+    if not chosen:
+        return []
+    header = ["streams", "system", *(f"{name}, {kind}" for name in STALL_MEASURES for kind in STALL_KINDS)]
+    rows = []
+    for streams, system in sorted({(cell.streams, cell.system) for cell in chosen}):
+        here = [cell for cell in chosen if (cell.streams, cell.system) == (streams, system)]
+        by_kind = [[cell for cell in here if cell.kind == kind] for kind in STALL_KINDS]
+        found = [summary(group, measure) for measure in STALL_MEASURES.values() for group in by_kind]
+        full = sum(cell.load.stalled_full for cell in by_kind[1])
+        unread = summary(by_kind[1], lambda cell: cell.load.stalled_unread_bytes / 1024)
+        rows.append([f"{streams:,}", system, *found, f"{full} of {len(by_kind[1])}", unread])
+    return [
+        "## One more client that never reads, flat out",
+        table([*header, "runs with its buffers full", "unread KiB"], rows),
+    ]
+
+
+def idle_section(cells: Sequence[Cell]) -> list[str]:
+    chosen = [cell for cell in cells if cell.kind == "idle"]
+    if not chosen:
+        return []
+    return [
+        "## Memory of an open, nearly idle stream",
+        table(["streams", "system", *IDLE_MEASURES], cell_rows(chosen, IDLE_MEASURES)),
+    ]
+
+
+def noise(cells: Sequence[Cell]) -> str:
+    invalid = sum(not cell.valid for cell in cells)
+    noisy = sum(cell.foreign_cores > NOISY_CORES for cell in cells)
+    most = max(cell.foreign_cores for cell in cells)
+    return (
+        f"{len(cells)} cells, {invalid} invalid (an error, or tokens missing), {noisy} noisy (other work kept more "
+        f"than {NOISY_CORES} cores busy meanwhile; {most:.2f} at the most)."
+    )
+
+
+def systems_of(cells: Sequence[Cell]) -> list[str]:
+    return sorted({cell.system for cell in cells}, key=lambda name: (name not in OURS, name))
+
+
+def values(cells: Sequence[Cell], measure: Measure) -> list[float]:
+    found = (measure(cell) for cell in cells if cell.valid)
+    return [value for value in found if value is not None]
+
+
+def summary(cells: Sequence[Cell], measure: Measure) -> str:
+    """Median and spread over the valid repeats, and how many were not valid."""
+    found = values(cells, measure)
+    invalid = sum(not cell.valid for cell in cells)
+    parts = []
+    if found:
+        parts.append(number(median(found)))
+    if len(found) > 1:
+        parts.append(f"({number(min(found))}-{number(max(found))})")
+    if invalid:
+        parts.append(f"{invalid} invalid")
+    return " ".join(parts) or "-"
+
+
+def number(value: float) -> str:
+    """Three digits that matter, thousands apart."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def table(header: Sequence[str], rows: Rows) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Print the tables of a results file given on the command line."""
+    results = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Results)
+    print(to_markdown(results), end="")
+
+
+if __name__ == "__main__":
+    main()

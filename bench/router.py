@@ -1,0 +1,379 @@
+"""`python -m bench.router`: what a global router adds, in Baton and in the reference's way.
+
+A client calls one worker: directly, through Baton's router with few and with many pools in its plan, and through a
+router written in the reference's way. The worker stamps every chunk with the time, so its age at the client is how long
+it was on the way. Every repeat starts all processes afresh and takes the systems in turn.
+"""
+
+import argparse
+import asyncio
+import gc
+import io
+import os
+import pstats
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from timeit import Timer
+from typing import Any, NamedTuple
+
+import msgspec
+import uvloop
+
+from baton.config.runtime import RuntimeOptions
+from baton.errors import BatonError
+from baton.ports.runtime import Client, Context, Runtime, Wire
+from baton.router.grid import Axis, Grid
+from baton.router.plan import Aggregated, Part, Plan, Pool, Retry
+from baton.router.pools import PartRoutes, PoolState
+from baton.router.request_view import read_ask
+from baton.router.select import select_pool
+from baton.runtimes.dynamo.environment import environment
+from baton.testing import eventually
+from bench.load import percentile, raise_descriptor_limit
+from bench.path import PROFILE_LINES, busy_core_s
+from bench.peers.stamping_worker import stamped_request
+from bench.result_files import describe_machine, git_commit, source_digest
+from bench.router_report import (
+    CROWD,
+    OURS,
+    PACE_MS,
+    SYSTEMS,
+    THEIRS,
+    Cell,
+    Kind,
+    Memory,
+    RouterResults,
+    Selection,
+    to_markdown,
+)
+from bench.router_site import LONGEST, Site, System
+from bench.systems import SystemFailed, stop
+
+SELECTION_POOLS = (4, 16, 64)
+START_S = 60.0
+PATIENCE_S = 60.0
+OPEN_STREAMS, OPEN_PACE_MS, OPEN_BATCH, OPEN_S = 1000, 1000.0, 50, 2.0
+WARM_UP_S = 0.5
+RAMP_S = 1.0
+
+
+class Times(NamedTuple):
+    """What a load has seen: requests and chunks, and how long each of what it times took."""
+
+    requests: int
+    chunks: int
+    nanoseconds: Sequence[int]
+
+
+@asynccontextmanager
+async def running(site: Site, names: Sequence[str], runtime: Runtime) -> AsyncIterator[dict[str, System]]:
+    """Start a site, yield its systems once each has answered, stop it, and wait until nobody finds it any more."""
+    systems: dict[str, System] = {}
+    try:
+        routers = site.start(names)
+        for name in names:
+            client = await runtime.client(site.path(name))
+            await answered(client, site)
+            systems[name] = System(name, client, routers.get(name))
+        yield systems
+    finally:
+        await asyncio.to_thread(stop, site.processes)
+    await eventually(lambda: not any(system.client.instances() for system in systems.values()), START_S, 0.05)
+
+
+async def answered(client: Client, site: Site) -> None:
+    """Return once the way behind `client` has answered; raise SystemFailed otherwise."""
+    give_up = time.monotonic() + START_S
+    while True:
+        try:
+            await client.ready(1.0)
+            await read(client, stamped_request(2, 0.0), array("q"))
+            return
+        except BatonError as error:
+            if time.monotonic() > give_up or any(process.poll() is not None for process in site.processes):
+                raise SystemFailed(f"no answer: {error.message}\n{site.problem()}") from error
+        await asyncio.sleep(0.1)
+
+
+async def read(client: Client, request: Wire, ages: "array[int]", opened: Callable[[], None] | None = None) -> int:
+    """Read a whole answer, noting how old every chunk is; return how many there were."""
+    number = 0
+    async with aclosing(client.call(request)) as replies:
+        async for reply in replies:
+            ages.append(time.monotonic_ns() - reply["t"])  # type: ignore[operator]
+            if reply["token_ids"] != [number]:
+                raise SystemFailed(f"token {number} came as {reply['token_ids']}")
+            if number == 0 and opened is not None:
+                opened()
+            number += 1
+    return number
+
+
+async def paced(client: Client, streams: int, seconds: float) -> Times:
+    """Streams at the pace of a decoding batch. They begin in turn, so that requests and chunks do not come in heaps."""
+    ages, tokens = array("q"), max(2, round(1000 * seconds / PACE_MS))
+
+    async def stream(number: int) -> None:
+        await asyncio.sleep(number * RAMP_S / streams)
+        if (got := await read(client, stamped_request(tokens, PACE_MS), ages)) != tokens:
+            raise SystemFailed(f"{got} chunks came instead of {tokens}")
+
+    await all_of(stream(number) for number in range(streams))
+    return Times(streams, len(ages), ages)
+
+
+async def one_token(client: Client, streams: int, seconds: float) -> Times:
+    """Requests of one token, each as soon as the one before has ended."""
+    times, end = array("q"), time.monotonic() + seconds
+
+    async def caller() -> None:
+        while time.monotonic() < end:
+            began = time.monotonic_ns()
+            if await read(client, stamped_request(1, 0.0), array("q")) != 1:
+                raise SystemFailed("a request of one token has not got one")
+            times.append(time.monotonic_ns() - began)
+
+    await all_of(caller() for _ in range(streams))
+    return Times(len(times), len(times), times)
+
+
+async def all_of(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except* (BatonError, SystemFailed) as problems:
+        raise SystemFailed(str(problems.exceptions[0])) from problems
+
+
+LOADS: Mapping[Kind, Callable[[Client, int, float], Coroutine[Any, Any, Times]]] = {
+    "paced": paced,
+    "one-token": one_token,
+}
+
+
+async def measure(site: Site, system: System, kind: Kind, streams: int, seconds: float, repeat: int) -> Cell:
+    async with asyncio.timeout(seconds + PATIENCE_S):
+        await LOADS[kind](system.client, streams, WARM_UP_S)
+        gc.collect()
+        busy, ours, router, began = busy_core_s(), site.cpu_s(), system.cpu_s(), time.monotonic()
+        times = await LOADS[kind](system.client, streams, seconds)
+        wall_s = time.monotonic() - began
+        router_s, foreign_s = system.cpu_s() - router, busy_core_s() - busy - (site.cpu_s() - ours)
+    ordered = sorted(times.nanoseconds)
+    cell = Cell(
+        kind=kind,
+        system=system.name,
+        streams=streams,
+        repeat=repeat,
+        requests=times.requests,
+        chunks=times.chunks,
+        seconds=wall_s,
+        p50_us=percentile(ordered, 0.5) / 1000,
+        p99_us=percentile(ordered, 0.99) / 1000,
+        router_cpu_s=router_s,
+        foreign_cores=max(0.0, foreign_s / wall_s),
+    )
+    each = 1e6 * router_s / (times.chunks if kind == "paced" else times.requests)
+    say(
+        f"{kind:9} {system.name:10} {streams:3}  p50 {cell.p50_us:7.0f} us  p99 {cell.p99_us:7.0f} us  "
+        f"{times.chunks / wall_s:7.0f} chunks/s  router {each:5.0f} us each  others {cell.foreign_cores:.1f} cores"
+    )
+    return cell
+
+
+async def measure_memory(system: System, repeat: int) -> Memory:
+    """Open streams that hardly do anything, and look at the router's memory."""
+    before, opened = system.resident_bytes(), asyncio.Semaphore(0)
+    request = stamped_request(round(1000 * PATIENCE_S / OPEN_PACE_MS), OPEN_PACE_MS)
+    tasks: list[asyncio.Task[int]] = []
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(OPEN_STREAMS // OPEN_BATCH):
+                tasks += [
+                    asyncio.create_task(read(system.client, request, array("q"), opened.release))
+                    for _ in range(OPEN_BATCH)
+                ]
+                for _ in range(OPEN_BATCH):
+                    await opened.acquire()
+            await asyncio.sleep(OPEN_S)
+        after = system.resident_bytes()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    each = (after - before) / OPEN_STREAMS
+    say(f"memory    {system.name:10} {OPEN_STREAMS} open: {before >> 20} MiB and {each / 1024:.1f} KiB a stream")
+    return Memory(system=system.name, repeat=repeat, streams=OPEN_STREAMS, before_bytes=before, open_bytes=after)
+
+
+def measure_selection(pools: int, repeat: int, calls: int = 20_000) -> Selection:
+    """Time the choice alone: every pool has a worker, and any pool may be tried after any other."""
+    routes = selection_routes(pools)
+    ask = read_ask(stamped_request(1, 0.0, prompt=LONGEST // 2))
+
+    def choose_pool() -> None:
+        select_pool(routes.part, ask.point, ask.priority)
+
+    def choose_route() -> None:
+        routes.route(ask).next()
+
+    select_ns, route_ns = (nanoseconds(choose, calls) for choose in (choose_pool, choose_route))
+    return Selection(pools=pools, repeat=repeat, select_ns=select_ns, route_ns=route_ns)
+
+
+def nanoseconds(call: Callable[[], None], calls: int) -> float:
+    """Return how long a call takes: the best of some rounds, for it is the program's own time that is asked for."""
+    return 1e9 * min(Timer(call).repeat(5, calls)) / calls
+
+
+def selection_routes(pools: int) -> PartRoutes:
+    axes = (Axis("length", 0, LONGEST, pools), Axis("ttft_ms", 0, 1000, 4))
+    plan = Plan(
+        mode=Aggregated(
+            Part(
+                pools=tuple(Pool(name=f"pool{n}", path=f"pool{n}.backend.generate", priority=n) for n in range(pools)),
+                grid=Grid(axes, tuple(n for n in range(pools) for _ in range(4))),
+            )
+        ),
+        retry=Retry(faster=True, others=True),
+    )
+    states = [PoolState(pool, Staffed(), time.monotonic) for pool in plan.parts["aggregated"].pools]
+    return PartRoutes("aggregated", plan, states)
+
+
+class Staffed:
+    """A Client (see `ports/runtime.py`) of a pool that has a worker; nobody calls it."""
+
+    def instances(self) -> list[int]:
+        return [1]
+
+    async def ready(self, timeout_s: float) -> list[int]:
+        return self.instances()
+
+    async def call(
+        self, request: Wire, instance: int | None = None, parent: Context | None = None
+    ) -> AsyncGenerator[Wire, None]:
+        yield request
+
+
+async def run(results: RouterResults, runtime: Runtime, work_dir: Path, repeats: int, seconds: float) -> None:
+    """Fill `results`. What is measured of memory has routers of its own; the systems take turns at going first."""
+    for repeat in range(repeats):
+        results.selections += [measure_selection(pools, repeat) for pools in SELECTION_POOLS]
+        async with running(Site(work_dir), (OURS, THEIRS), runtime) as systems:
+            for name in (OURS, THEIRS) if repeat % 2 == 0 else (THEIRS, OURS):
+                results.memories.append(await measure_memory(systems[name], repeat))
+        site = Site(work_dir)
+        async with running(site, SYSTEMS, runtime) as systems:
+            first = repeat % len(SYSTEMS)
+            for kind in LOADS:
+                for streams in (1, CROWD):
+                    for name in (*SYSTEMS[first:], *SYSTEMS[:first]):
+                        results.cells.append(await measure(site, systems[name], kind, streams, seconds, repeat))
+
+
+async def run_profiled(runtime: Runtime, work_dir: Path, seconds: float) -> str:
+    """Load Baton's router under cProfile; return the functions that cost the most."""
+    profiles = work_dir / "profiles"
+    profiles.mkdir()
+    site = Site(work_dir, profiles)
+    async with running(site, (OURS,), runtime) as systems:
+        await measure(site, systems[OURS], "paced", CROWD, seconds, 0)
+    files = [str(file) for file in profiles.iterdir()]
+    if not files:
+        raise SystemFailed(f"the router left no profile\n{site.problem()}")
+    text = io.StringIO()
+    pstats.Stats(*files, stream=text).sort_stats("tottime").print_stats(PROFILE_LINES)
+    table = text.getvalue().partition("\n\n")[2]  # its first paragraph is where the file lay
+    return re.sub(r"/\S*/(?=baton/|site-packages/|lib/python)", "", table)
+
+
+@asynccontextmanager
+async def client_runtime(work_dir: Path) -> AsyncIterator[Runtime]:
+    """The runtime of this process. What it reads while it is imported is set before."""
+    options = RuntimeOptions(directory=str(work_dir / "discovery"))
+    os.environ.update(environment(options))
+    from baton.runtimes.dynamo.runtime import DynamoRuntime
+
+    runtime = DynamoRuntime(options)
+    await runtime.start()
+    try:
+        yield runtime
+    finally:
+        await runtime.shutdown()
+
+
+async def bench(options: argparse.Namespace, work_dir: Path) -> None:
+    out: Path = options.out
+    async with client_runtime(work_dir) as runtime:
+        if options.profile:
+            (out / "router-profile.txt").write_text(await run_profiled(runtime, work_dir, options.seconds))
+            return
+        source = source_digest()
+        results = RouterResults(
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            commit=git_commit(),
+            command=shlex.join(["python", "-m", "bench.router", *sys.argv[1:]]),
+            machine=describe_machine(),
+        )
+        try:
+            await run(results, runtime, work_dir, options.repeats, options.seconds)
+        finally:
+            results.source_changed = source_digest() != source
+            if results.cells:
+                (out / "router.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+                (out / "router.md").write_text(to_markdown(results))
+
+
+@contextmanager
+def errors_to(file: Path) -> Iterator[None]:
+    """Send what this process writes to its standard error to `file`: the runtime has a line for every call."""
+    saved = os.dup(2)
+    with file.open("ab") as log:
+        os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.router", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="how long each load lasts")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
+    parser.add_argument("--profile", action="store_true", help="only profile Baton's router")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    raise_descriptor_limit()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaving by exception stops what was started
+    work_dir = Path(tempfile.mkdtemp(prefix="baton-bench-router-"))
+    try:
+        with errors_to(work_dir / "own-log"):
+            uvloop.run(bench(options, work_dir))
+    except (BatonError, SystemFailed, TimeoutError) as failure:
+        print(str(failure) or repr(failure), file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(work_dir, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

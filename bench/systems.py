@@ -1,0 +1,241 @@
+"""Starts and stops the systems under test, each as processes of its own, and reads what they consume."""
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bench.chat import HOST, chat_body
+from bench.result_files import Usage
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 30.0
+PROBE_TOKENS = 2
+LOOPBACK_RUNTIME = {
+    "DYN_TCP_RPC_HOST": HOST,
+    "DYN_TCP_RESPONSE_STREAM_HOST": HOST,
+    "DYN_EVENT_PLANE_HOST": HOST,
+    "DYN_SYSTEM_HOST": HOST,
+    "DYN_SELF_HOST_METADATA": "0",
+    "DYN_LOG": "error,request_span=off",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+class SystemFailed(Exception):
+    """A system under test did not start or did not answer as it must."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a system is to run."""
+
+    pace_ms: float
+    model_dir: Path
+    peers_catch_up: bool = False
+    profile_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one system runs."""
+
+    port: int
+    work_dir: Path
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One program to start: a module with its arguments, and what it finds in its environment."""
+
+    argv: Sequence[str]
+    env: dict[str, str]
+
+
+def baton_launches(setup: Setup, site: Site) -> list[Launch]:
+    argv = ("baton", "serve", "--engine", "echo", "--port", str(site.port), "--system-port", "0")
+    env = {
+        "BATON_ECHO_PACE_MS": str(setup.pace_ms),
+        "BATON_MAX_IN_FLIGHT": "4096",
+        "BATON_RUNTIME_DIRECTORY": str(site.work_dir / "discovery"),
+        "BATON_LOG_DIR": "-",
+    }
+    if setup.profile_dir:
+        env["BATON_PROFILE_DIR"] = str(setup.profile_dir)
+    return [Launch(argv, env)]
+
+
+def eager_baton_launches(setup: Setup, site: Site) -> list[Launch]:
+    """Baton made to send every token in an event of its own, as the peers do: no merging by time or by burst."""
+    eager = {"BATON_FLUSH_MS": "0", "BATON_ECHO_BURST": "1"}
+    return [Launch(launch.argv, launch.env | eager) for launch in baton_launches(setup, site)]
+
+
+def reference_launches(setup: Setup, site: Site) -> list[Launch]:
+    env = LOOPBACK_RUNTIME | {"DYN_FILE_KV": str(site.work_dir / "discovery")}
+    worker = ("bench.peers.reference_worker", "--model-dir", str(setup.model_dir), *pacing(setup))
+    frontend = ("bench.peers.reference_frontend", "--port", str(site.port))
+    return [Launch(frontend, env), Launch(worker, env)]
+
+
+def fastapi_launches(setup: Setup, site: Site) -> list[Launch]:
+    argv = ("bench.peers.fastapi_server", "--port", str(site.port), *pacing(setup))
+    return [Launch(argv, {})]
+
+
+def pacing(setup: Setup) -> list[str]:
+    return ["--pace-ms", str(setup.pace_ms), *(["--catch-up"] if setup.peers_catch_up else [])]
+
+
+LAUNCHES: dict[str, Callable[[Setup, Site], list[Launch]]] = {
+    "baton": baton_launches,
+    "reference": reference_launches,
+    "fastapi": fastapi_launches,
+    "baton-eager": eager_baton_launches,
+}
+# At a pace slower than Baton's shortest time between chunks the two are the same.
+FLAT_OUT_ONLY = {"baton-eager"}
+
+
+def role_of(argv: Sequence[str]) -> str:
+    """Which part of a system a process is, judged by its command line."""
+    words = {word.rpartition(".")[2] for word in argv}
+    if any(word.endswith("worker") for word in words):
+        return "worker"
+    if words & {"frontend", "reference_frontend", "fastapi_server"}:
+        return "frontend"
+    return "other"
+
+
+class RunningSystem:
+    """A system that answers requests; the roles of its processes are settled when it is built."""
+
+    def __init__(self, name: str, setup: Setup, port: int, roots: Sequence[psutil.Process]) -> None:
+        self.name = name
+        self.pace_ms = setup.pace_ms
+        self.port = port
+        self._roles = {process: role_of(process.cmdline()) for process in family(roots)}
+        self.at_start = self.usage()
+
+    def usage(self) -> Usage:
+        cpu_s: dict[str, float] = defaultdict(float)
+        rss_bytes: dict[str, int] = defaultdict(int)
+        for process, role in self._roles.items():
+            try:
+                times, memory = process.cpu_times(), process.memory_info()
+            except psutil.NoSuchProcess as error:
+                raise SystemFailed(f"{self.name}: its {role} process is gone") from error
+            cpu_s[role] += times.user + times.system
+            rss_bytes[role] += memory.rss
+        return Usage(dict(cpu_s), dict(rss_bytes))
+
+
+def family(roots: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [process for root in roots for process in (root, *root.children(recursive=True))]
+
+
+@contextmanager
+def running(
+    name: str, setup: Setup, systems: Mapping[str, Callable[[Setup, Site], list[Launch]]] = LAUNCHES
+) -> Iterator[RunningSystem]:
+    """Start a system on a free port, yield it once it has answered one request right, and stop it."""
+    site = Site(free_port(), Path(tempfile.mkdtemp(prefix=f"baton-bench-{name}-")))
+    roots: list[psutil.Popen] = []
+    try:
+        for launch in systems[name](setup, site):
+            roots.append(start(launch, site.work_dir))
+        await_answer(name, site, roots)
+        yield RunningSystem(name, setup, site.port, roots)
+    finally:
+        stop(roots)
+        shutil.rmtree(site.work_dir, ignore_errors=True)
+
+
+def start(launch: Launch, work_dir: Path) -> psutil.Popen:
+    """Start one program in a session of its own, with its output in the working directory's log."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "BATON_"))}
+    with (work_dir / "log").open("ab") as log:
+        return psutil.Popen(
+            [sys.executable, "-m", *launch.argv],
+            env=inherited | {"TMPDIR": str(work_dir)} | launch.env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def stop(roots: Sequence[psutil.Process]) -> None:
+    """Ask the started programs to end, then end whatever of their families is left."""
+    everyone = family([root for root in roots if root.is_running()])
+    for root in roots:
+        with suppress(psutil.NoSuchProcess):
+            root.terminate()
+    _, alive = psutil.wait_procs(everyone, timeout=STOP_TIMEOUT_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
+
+
+def await_answer(name: str, site: Site, roots: Sequence[psutil.Popen]) -> None:
+    """Return once the system has streamed a whole answer; raise SystemFailed with its log otherwise."""
+    give_up = time.monotonic() + START_TIMEOUT_S
+    reason = "no answer"
+    while time.monotonic() < give_up and all(root.poll() is None for root in roots):
+        try:
+            check_answer(ask(site.port, PROBE_TOKENS), PROBE_TOKENS)
+            return
+        except (OSError, http.client.HTTPException, SystemFailed) as error:
+            reason = str(error)
+        time.sleep(0.1)
+    log = (site.work_dir / "log").read_text(errors="replace")
+    raise SystemFailed(f"{name} did not start: {reason}\n{log[-2000:]}")
+
+
+def ask(port: int, tokens: int) -> bytes:
+    """The body of one streamed chat completion."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=PROBE_TIMEOUT_S)
+    try:
+        connection.request("POST", "/v1/chat/completions", chat_body(tokens), {"content-type": "application/json"})
+        response = connection.getresponse()
+        body = response.read()
+        if response.status != 200:
+            raise SystemFailed(f"status {response.status}: {body[:200]!r}")
+        return body
+    finally:
+        connection.close()
+
+
+def check_answer(body: bytes, tokens: int) -> None:
+    """Hold the text and the reported usage of an answer to one character a token."""
+    text, reported = "", 0
+    for line in body.splitlines():
+        if line.startswith(b"data: {"):
+            chunk = json.loads(line.removeprefix(b"data: "))
+            text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+            reported = (chunk.get("usage") or {}).get("completion_tokens", reported)
+    if (len(text), reported) != (tokens, tokens):
+        raise SystemFailed(f"asked for {tokens} tokens, got {len(text)} characters, {reported} reported")
+
+
+def free_port() -> int:
+    """A port below the range that outgoing connections take theirs from."""
+    for port in range(18000, 19000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise SystemFailed("no free port between 18000 and 18999")

@@ -1,0 +1,1 @@
+"""Settings. The only reader of files of settings, environment variables and cache locations."""

@@ -1,0 +1,30 @@
+"""Environment variables of the system and of other programs. Baton's own (`BATON_*`) are read by `load.py`."""
+
+import os
+from pathlib import Path
+
+
+def user_cache() -> Path:
+    """Return the root of all of Baton's caches: $XDG_CACHE_HOME/baton, or ~/.cache/baton."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+
+
+def notify_socket() -> str | None:
+    """Return the address of the supervisor's notification socket, as systemd sets it."""
+    return os.environ.get("NOTIFY_SOCKET") or None
+
+
+def watchdog_s() -> float | None:
+    """Return the interval within which the supervisor expects a watchdog message, as systemd sets it."""
+    limit_us = os.environ.get("WATCHDOG_USEC")
+    return int(limit_us) / 1e6 if limit_us else None
+
+
+def compiler() -> tuple[str, str, str]:
+    """Return CXX, CXXFLAGS and PATH; empty where not set."""
+    return os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", ""), os.environ.get("PATH", "")
+
+
+def sglang_record_directory() -> Path:
+    """Return the directory that SGLang writes expert-distribution records to."""
+    return Path(os.environ.get("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", "/tmp"))

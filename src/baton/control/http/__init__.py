@@ -1,0 +1,1 @@
+"""The system HTTP server: health, metrics, commands, and their OpenAPI document."""

@@ -1,0 +1,77 @@
+"""Which orders an engine can take: what its capabilities do not list is refused by name."""
+
+from collections.abc import Iterable
+
+from baton.errors import Unsupported
+from baton.ports.engine import Capabilities
+from baton.protocol.commands import (
+    ClearCache,
+    Continue,
+    DumpExpertRecord,
+    JoinGroup,
+    LeaveGroup,
+    ListLoras,
+    LoadLora,
+    Pause,
+    ReleaseMemory,
+    ResumeMemory,
+    SetWeightVersion,
+    StartExpertRecord,
+    StartProfile,
+    StopExpertRecord,
+    StopProfile,
+    UnloadLora,
+    UpdateWeights,
+    Verb,
+)
+
+
+def refuse_unsupported(verb: Verb, can: Capabilities) -> None:
+    """Raise Unsupported if a worker whose engine has these capabilities cannot do `verb`."""
+    match verb:
+        case ReleaseMemory(tags=tags) | ResumeMemory(tags=tags):
+            for tag in tags:
+                _need(tag, can.memory_tags, "tags", "memory that can be released")
+        case Pause(mode=mode):
+            _need(mode, pause_modes(can), "mode", "way to pause")
+        case Continue():
+            _need_any(can.pause_modes, "pause")
+        case UpdateWeights(source=source):
+            _need(str(source.__struct_config__.tag), can.weight_sources, "source", "source of weights")
+        case JoinGroup() | LeaveGroup():
+            _need("group", can.weight_sources, "source", "source of weights")
+        case SetWeightVersion():
+            pass  # the worker itself keeps the name
+        case _:
+            _refuse_by_flag(verb, can)
+
+
+def pause_modes(can: Capabilities) -> frozenset[str]:
+    """Return the ways in which such a worker can pause: it can let requests finish wherever what runs can be kept."""
+    return can.pause_modes | {"drain"} if "keep" in can.pause_modes else can.pause_modes
+
+
+def _refuse_by_flag(verb: Verb, can: Capabilities) -> None:
+    match verb:
+        case ClearCache():
+            _need_any(can.clear_cache, "clear a cache")
+        case StartProfile() | StopProfile():
+            _need_any(can.profile, "record a profile")
+        case StartExpertRecord() | StopExpertRecord() | DumpExpertRecord():
+            _need_any(can.expert_records, "record which experts tokens go to")
+        case LoadLora() | UnloadLora() | ListLoras():
+            _need_any(can.lora, "take adapters")
+
+
+def _need(wanted: str, offered: frozenset[str], field: str, what: str) -> None:
+    if wanted not in offered:
+        raise Unsupported(f"{field}: {wanted!r} is no {what} of this engine; it has {_listed(offered)}")
+
+
+def _need_any(offered: object, what: str) -> None:
+    if not offered:
+        raise Unsupported(f"this engine cannot {what}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

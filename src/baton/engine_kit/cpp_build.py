@@ -1,0 +1,103 @@
+"""Compiles C++ for the CPU at hand, once, into the user's cache.
+
+Libraries are named by a hash of everything that shapes them, so a new compiler, CPU or version of Baton builds anew.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.config.directories import native_directory
+from baton.config.environment import compiler
+
+log = logging.getLogger(__name__)
+
+COMPILE_TIMEOUT_S = 60.0
+FLAGS = ("-std=c++17", "-fvisibility=hidden", "-fPIC", "-shared")
+TARGETS = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
+CPU_FIELDS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
+
+
+class BuildError(Exception):
+    """Why there is no library."""
+
+
+def load_library(sources: Sequence[Path], flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Return the library that the first of `sources` makes, which may include the others. Raises BuildError.
+
+    CXX and CXXFLAGS are respected. May be called from several threads and processes at once. Blocks for seconds when it
+    compiles.
+    """
+    try:
+        return _load(tuple(sources), flags, *compiler(), native_directory())
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise BuildError(str(error)) from error
+
+
+def cpu_features() -> str:
+    """Return what tells this CPU's instructions from another's."""
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in CPU_FIELDS)
+
+
+@functools.cache
+def _load(
+    sources: tuple[Path, ...], flags: tuple[str, ...], named: str, more: str, search: str, cache: Path
+) -> ctypes.CDLL:
+    if sys.platform != "linux" or platform.machine() not in TARGETS:
+        raise BuildError(f"{sys.platform} on {platform.machine()} is not supported")
+    command = [*_compiler(named, search), *FLAGS, *flags, TARGETS[platform.machine()], *shlex.split(more)]
+    return ctypes.CDLL(str(_built(sources, command, cache)))
+
+
+def _compiler(named: str, search: str) -> list[str]:
+    for command in [shlex.split(named)] if named else [["g++"], ["c++"], ["clang++"]]:
+        if found := shutil.which(command[0], path=search):
+            return [found, *command[1:]]
+    raise BuildError(f"no C++ compiler: {named or 'g++, c++ or clang++'} not found")
+
+
+def _built(sources: tuple[Path, ...], command: list[str], cache: Path) -> Path:
+    """Return the path of the library, compiling it unless that was done before."""
+    version = subprocess.run([*command, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    parts = [*(source.read_bytes() for source in sources), version.stdout]
+    parts += [" ".join(command).encode(), cpu_features().encode()]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
+    library = cache / f"{digest}.so"
+    if library.exists():
+        return library
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as scratch:
+        fresh = Path(scratch) / library.name
+        _compile([*command, str(sources[0]), "-o", str(fresh)], Path(scratch) / "messages")
+        os.replace(fresh, library)
+    log.info("compiled %s into %s", sources[0].name, library)
+    return library
+
+
+def _compile(command: list[str], messages: Path) -> None:
+    # Messages go to a file: the compiler's own children would keep a pipe open after a deadline.
+    with messages.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        try:
+            status = process.wait(COMPILE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if status:
+        text = messages.read_text(errors="replace").strip()
+        raise BuildError(f"{command[0]} failed with status {status}: {text.splitlines()[0] if text else 'no message'}")

@@ -1,0 +1,175 @@
+"""New weights for a running SGLang, from wherever they come."""
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.pause import Holding
+from baton.engines.sglang.weights import Shapes, check_directory, check_specs, shapes_in, tensors_of
+from baton.errors import EngineFailed, InvalidRequest
+from baton.protocol.commands import (
+    FromDisk,
+    FromGroup,
+    FromIpc,
+    FromSharedMemory,
+    FromTensors,
+    JoinGroup,
+    LeaveGroup,
+    Outcome,
+    SetWeightVersion,
+    UpdateWeights,
+    WeightSource,
+)
+
+Answer = tuple[bool, str]
+
+
+class WeightOrders:
+    """Replaces weights between two steps; what does not fit the model is refused before the first is replaced."""
+
+    def __init__(self, manager: Manager, holding: Holding, model_dir: Path, tp_size: int, device: str) -> None:
+        self._manager = manager
+        self._holding = holding
+        self._model_dir = model_dir
+        self._tp_size = tp_size
+        self._backend = "gloo" if device == "cpu" else "nccl"
+        self._shapes: Shapes | None = None
+        self._group: str | None = None
+
+    async def obey(self, verb: UpdateWeights | SetWeightVersion | JoinGroup | LeaveGroup) -> Outcome:
+        """See `Engine.control`."""
+        match verb:
+            case UpdateWeights():
+                return await self._update(verb)
+            case SetWeightVersion():
+                return await self._set_version(verb.version)
+            case JoinGroup():
+                return await self._join(verb)
+            case LeaveGroup():
+                return await self._leave(verb.group)
+
+    async def _update(self, verb: UpdateWeights) -> Outcome:
+        if "weights" in self._holding.released:
+            raise InvalidRequest("the weights are released; resume them before an update")
+        await asyncio.to_thread(self._check, verb.source)
+        async with self._holding.between_steps():
+            success, message = await self._put(verb.source, verb.version)
+        if not success:
+            raise InvalidRequest(message)
+        return Outcome(message=message, weight_version=verb.version)
+
+    def _check(self, source: WeightSource) -> None:
+        """Raise InvalidRequest for what does not fit; reads files."""
+        if self._shapes is None:
+            self._shapes = shapes_in(self._model_dir)
+        match source:
+            case FromDisk():
+                check_directory(Path(source.path).expanduser(), self._shapes)
+            case FromGroup() if source.group != self._group:
+                raise InvalidRequest(f"group: not in {source.group!r}; join it first")
+            case FromTensors() | FromSharedMemory() | FromGroup():
+                check_specs(source.tensors, self._shapes)
+            case FromIpc():
+                pass  # only who opens the handles knows
+
+    async def _put(self, source: WeightSource, version: str) -> Answer:
+        from sglang.srt.managers import io_struct as words
+
+        manager = self._manager
+        match source:
+            case FromDisk():
+                disk = words.UpdateWeightFromDiskReqInput(model_path=_expanded(source.path), weight_version=version)
+                success, message, *_ = await manager.update_weights_from_disk(disk, None)
+                return success, message
+            case FromIpc():
+                ipc = words.UpdateWeightsFromIPCReqInput(zmq_handles=dict(source.handles), weight_version=version)
+                success, message = await manager.update_weights_from_ipc(ipc, None)
+                manager.initial_weights_loaded |= success
+                return success, message
+            case FromGroup():
+                group = words.UpdateWeightsFromDistributedReqInput(
+                    names=[spec.name for spec in source.tensors],
+                    dtypes=[spec.dtype for spec in source.tensors],
+                    shapes=[list(spec.shape) for spec in source.tensors],
+                    group_name=source.group,
+                    weight_version=version,
+                )
+                return await self._in_session(manager.update_weights_from_distributed(group, None), source.timeout_s)
+            case FromTensors() | FromSharedMemory():
+                payload = await asyncio.to_thread(self._serialized, source)
+                tensors = words.UpdateWeightsFromTensorReqInput(
+                    serialized_named_tensors=payload, weight_version=version
+                )
+                return await self._in_session(manager.update_weights_from_tensor(tensors, None))
+
+    async def _in_session(self, put: Coroutine[Any, Any, Answer], timeout_s: float | None = None) -> Answer:
+        """Put weights in place between SGLang's opening and closing words."""
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+        begun, message = await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None)
+        if not begun:
+            put.close()
+            return begun, message
+        try:
+            success, message = await asyncio.wait_for(put, timeout_s)
+        except TimeoutError:
+            raise EngineFailed("the weights did not arrive in time, and the engine still waits for them") from None
+        ended, problem = await self._manager.end_weight_update(EndWeightUpdateReqInput(), None)
+        return success and ended, message if ended else problem
+
+    def _serialized(self, source: FromTensors | FromSharedMemory) -> list[bytes]:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        named = tensors_of(source)
+        return [MultiprocessingSerializer.serialize(named) for _ in range(self._tp_size)]
+
+    async def _set_version(self, version: str) -> Outcome:
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        # SGLang would end every request for it, unless it is told not to.
+        request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        await self._manager.update_weight_version(request)
+        return Outcome(message=f"the weights are {version}", weight_version=version)
+
+    async def _join(self, verb: JoinGroup) -> Outcome:
+        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+
+        if self._group is not None:
+            raise InvalidRequest(f"group: already in {self._group!r}; leave it first")
+        if verb.rank >= verb.size:
+            raise InvalidRequest(f"rank: a group of {verb.size} has no rank {verb.rank}")
+        request = InitWeightsUpdateGroupReqInput(
+            master_address=verb.host,
+            master_port=verb.port,
+            rank_offset=verb.rank,
+            world_size=verb.size,
+            group_name=verb.group,
+            backend=self._backend,
+        )
+        joining = self._manager.init_weights_update_group(request, None)
+        try:
+            success, message = await asyncio.wait_for(joining, verb.timeout_s)
+        except TimeoutError:
+            raise EngineFailed(f"the group {verb.group} did not come together, and the engine still waits") from None
+        if not success:
+            raise EngineFailed(message)
+        self._group = verb.group
+        return Outcome(message=f"joined {verb.group}")
+
+    async def _leave(self, group: str) -> Outcome:
+        from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
+
+        if self._group != group:
+            raise InvalidRequest(f"group: not in {group!r}")
+        request = DestroyWeightsUpdateGroupReqInput(group_name=group)
+        success, message = await self._manager.destroy_weights_update_group(request, None)
+        if not success:
+            raise EngineFailed(message)
+        self._group = None
+        return Outcome(message=f"left {group}")
+
+
+def _expanded(path: str) -> str:
+    return str(Path(path).expanduser())

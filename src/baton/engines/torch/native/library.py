@@ -1,0 +1,62 @@
+"""The compiled step as a library: what it is made of and how it is called. Knows nothing of models."""
+
+import ctypes
+import logging
+import sys
+from ctypes import POINTER, c_float, c_int, c_int32, c_void_p
+from pathlib import Path
+
+from baton.engine_kit.cpp_build import BuildError, cpu_features, load_library
+
+log = logging.getLogger(__name__)
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "attention.hpp", "kernels.hpp", "pool.hpp"))
+# Without -ffast-math: NaN and infinity must reach the logits.
+FLAGS = ("-O3", "-w", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+
+
+class Shape(ctypes.Structure):
+    """The shape of a model, field by field as step.cpp has it."""
+
+    _fields_ = [
+        ("layers", c_int32),
+        ("hidden", c_int32),
+        ("ffn", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("vocab", c_int32),
+        ("context", c_int32),
+        ("blocks", c_int32),
+        ("block_size", c_int32),
+        ("is_bf16", c_int32),
+        ("eps", c_float),
+    ]
+
+
+def load_decoder_library() -> ctypes.CDLL | None:
+    """Return the compiled step, building it if need be; None, with a log line that says why, if it cannot be."""
+    try:
+        return _declare(load_library(SOURCES, FLAGS))
+    except BuildError as error:
+        log.warning("no native step, torch does it instead: %s", error)
+        return None
+
+
+def has_matrix_unit() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware (AMX): torch uses that, the native step does not."""
+    return sys.platform == "linux" and " amx_bf16" in cpu_features()
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.baton_decoder_new.argtypes = [POINTER(Shape), c_int]
+    library.baton_decoder_new.restype = c_void_p
+    library.baton_decoder_bind.argtypes = [c_void_p] * 5
+    library.baton_decoder_bind.restype = None
+    library.baton_decoder_forward.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p, c_void_p]
+    library.baton_decoder_forward.restype = c_int
+    library.baton_decoder_score.argtypes = [c_void_p, c_int, c_void_p, c_void_p]
+    library.baton_decoder_score.restype = c_int
+    library.baton_decoder_free.argtypes = [c_void_p]
+    library.baton_decoder_free.restype = None
+    return library

@@ -1,0 +1,31 @@
+"""A probe for roles that need another worker: what this engine can do of its part, alone."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from baton.handlers.build_work import build_work
+from baton.handlers.relay import relay
+from baton.ports.engine import Engine, EngineInfo
+from baton.ports.runtime import Context
+from baton.protocol.handoff import Trial
+from baton.protocol.outputs import Chunk
+from baton.protocol.requests import GenerateRequest
+from baton.request.tracker import Desk
+
+
+class TrialHandler:
+    """Tries one engine."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk) -> None:
+        self._engine = engine
+        self._info = info
+        self._desk = desk
+
+    async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
+        """Yield what the engine makes of it. Raises the errors of `errors.py`; closing the iterator aborts it."""
+        with self._desk.open(context, len(request.token_ids)) as call:
+            can = self._engine.capabilities
+            work = build_work(request, call.request_id, self._info, can, context.trace_headers, Trial())
+            async with aclosing(relay(self._engine, work, call, self._desk.limits)) as chunks:
+                async for chunk in chunks:
+                    yield chunk

@@ -1,0 +1,1 @@
+"""Prometheus counters of a worker, and the text that `/metrics` returns."""

@@ -1,0 +1,1 @@
+"""The processes: worker, frontend and global router, from start to exit code."""

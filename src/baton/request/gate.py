@@ -1,0 +1,77 @@
+"""The gate: who is let in, how many, and how they all leave. Plain and synchronous but for `idle`."""
+
+import asyncio
+import enum
+
+from baton.errors import BatonError, Draining, Overloaded, Paused
+from baton.request.cancel_scope import CancelScope
+
+
+class GateState(enum.StrEnum):
+    """Whether new requests are let in."""
+
+    OPEN = "open"
+    PAUSED = "paused"
+    DRAINING = "draining"
+
+
+class Gate:
+    """Counts the requests of one worker. Draining is for ever; a pause ends."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.state = GateState.OPEN
+        self._scopes: set[CancelScope] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are inside."""
+        return len(self._scopes)
+
+    def enter(self, scope: CancelScope) -> None:
+        """Let a request in, or raise Draining, Paused or Overloaded. Each `enter` has one `leave`."""
+        if self.state is GateState.DRAINING:
+            raise Draining("this worker is shutting down")
+        if self.state is GateState.PAUSED:
+            raise Paused("this worker is paused")
+        if len(self._scopes) >= self.limit:
+            raise Overloaded(f"this worker serves {self.limit} requests at a time and has no room")
+        self._scopes.add(scope)
+        self._empty.clear()
+
+    def leave(self, scope: CancelScope) -> None:
+        """Count a request out."""
+        self._scopes.discard(scope)
+        if not self._scopes:
+            self._empty.set()
+
+    def pause(self) -> None:
+        """Let nobody in until `resume`; those inside go on."""
+        if self.state is GateState.OPEN:
+            self.state = GateState.PAUSED
+
+    def resume(self) -> None:
+        """End a pause."""
+        if self.state is GateState.PAUSED:
+            self.state = GateState.OPEN
+
+    def drain(self) -> None:
+        """Let nobody in any more; those inside go on."""
+        self.state = GateState.DRAINING
+
+    def fire_all(self, error: BatonError) -> None:
+        """End every request inside early with `error`."""
+        for scope in tuple(self._scopes):
+            scope.fire(error)
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until nobody is inside; return False if that takes longer than `timeout_s`."""
+        if not self._scopes:
+            return True
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True

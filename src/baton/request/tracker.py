@@ -1,0 +1,135 @@
+"""One request at this worker, from admission to its one terminal state."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import msgspec
+
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, Draining, InvalidRequest, Overloaded, Paused
+from baton.ports.observer import Observer, RequestRecord
+from baton.ports.runtime import Context
+from baton.protocol.ids import new_request_id
+from baton.protocol.lifecycle import Lifecycle, State
+from baton.request.cancel_scope import CancelScope
+from baton.request.gate import Gate
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a handler holds every request to."""
+
+    deadline_s: float = 600.0
+    abort_s: float = 10.0
+    flush_s: float = 0.002
+
+
+class Call:
+    """The running account of one request: its id, its cancel scope, its state and its counts."""
+
+    __slots__ = (
+        "cached_tokens",
+        "completion_tokens",
+        "first_output_at",
+        "lifecycle",
+        "prompt_tokens",
+        "request_id",
+        "scope",
+        "started_at",
+    )
+
+    def __init__(self, context: Context, prompt_tokens: int) -> None:
+        self.request_id = new_request_id(context.id)
+        self.scope = CancelScope()
+        self.lifecycle = Lifecycle()
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = 0
+        self.cached_tokens: int | None = None
+        self.started_at = time.perf_counter()
+        self.first_output_at: float | None = None
+
+    def record(self, role: str, error: BaseException | None, headers: Mapping[str, str]) -> RequestRecord:
+        """Return what is worth remembering of the request, now that it has ended."""
+        first = self.first_output_at
+        return RequestRecord(
+            request_id=self.request_id,
+            role=role,
+            state=self.lifecycle.state,
+            error_code=error.code if isinstance(error, BatonError) else type(error).__name__ if error else None,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens or 0,
+            completion_tokens=self.completion_tokens,
+            first_output_s=None if first is None else first - self.started_at,
+            duration_s=time.perf_counter() - self.started_at,
+            trace_id=_trace_id(headers),
+            client_id=headers.get("x-request-id"),
+        )
+
+
+class Desk:
+    """Where a handler opens its calls: the gate, the limits and the observer of one worker."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        limits: Limits,
+        observer: Observer,
+        role: str,
+        on_fatal: Callable[[BatonError], None],
+    ) -> None:
+        self.gate = gate
+        self.limits = limits
+        self._observer = observer
+        self._role = role
+        self._on_fatal = on_fatal
+
+    @contextmanager
+    def open(self, context: Context, prompt_tokens: int) -> Iterator[Call]:
+        """Admit a request and account for it until the block ends, however it ends.
+
+        The cancel scope is open and armed (client, deadline) before the block runs. Raises what the gate refuses with.
+        """
+        call = Call(context, prompt_tokens)
+        error: BaseException | None = None
+        try:
+            self.gate.enter(call.scope)
+            call.lifecycle.advance(State.ADMITTED)
+            self._arm(call, context)
+            yield call
+            call.lifecycle.advance(State.COMPLETED)
+        except BaseException as raised:
+            error = raised
+            call.lifecycle.advance(_ending(raised, call.lifecycle.state))
+            if isinstance(raised, BatonError) and raised.scope == "worker":
+                self._on_fatal(raised)
+            raise
+        finally:
+            call.scope.close()
+            self.gate.leave(call.scope)
+            self._observer.finished(call.record(self._role, error, context.trace_headers))
+
+    def _arm(self, call: Call, context: Context) -> None:
+        deadline_s = self.limits.deadline_s
+        expired = DeadlineExceeded(f"the request took longer than {deadline_s:g} s")
+        call.scope.fire_after(deadline_s, expired)
+        context.on_cancel(lambda: call.scope.fire(Cancelled("the client left")))
+
+
+def _ending(error: BaseException, state: State) -> State:
+    match error:
+        case Cancelled() | asyncio.CancelledError() | GeneratorExit():
+            return State.CANCELLED
+        case DeadlineExceeded():
+            return State.EXPIRED
+        case InvalidRequest() | Overloaded() | Paused() | Draining() if state in (
+            State.RECEIVED,
+            State.ADMITTED,
+        ):
+            return State.REFUSED
+        case _:
+            return State.FAILED
+
+
+def _trace_id(headers: Mapping[str, str]) -> str | None:
+    parts = headers.get("traceparent", "").split("-")
+    return parts[1] if len(parts) == 4 else None

@@ -1,1 +1,0 @@
-"""The system server of a worker: health, metrics and the operator's routes, over HTTP."""

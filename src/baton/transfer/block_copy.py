@@ -1,0 +1,182 @@
+"""From block numbers to bytes: what is checked before memory is touched, which stretches move, and the copy itself.
+
+Knows nothing of how two processes meet. What is wrong with the other side is PeerLost.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref, c_int32
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import PeerLost
+from baton.ports.transfer import KvMemory
+from baton.transfer.copier import load_copier
+
+Numbers = NDArray[np.int64]
+
+MAX_BLOCK_NUMBER = 2**31 - 1
+_PIECE_BYTES = 4 << 20
+
+
+class Spans(NamedTuple):
+    """Stretches of memory, in the order in which they move."""
+
+    addresses: Numbers
+    lengths: Numbers
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.lengths.sum())
+
+
+class Stop:
+    """A flag that ends a copy before its time. Any thread may set it."""
+
+    def __init__(self) -> None:
+        self._flag = c_int32(0)
+
+    def set(self) -> None:
+        """End the copy at its next piece."""
+        self._flag.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self._flag.value)
+
+    @property
+    def flag(self) -> c_int32:
+        """What the compiled copy looks at."""
+        return self._flag
+
+
+def require_sound(memory: KvMemory, size: int) -> None:
+    """Raise PeerLost unless `memory` fits itself and `size` bytes that are really there."""
+    least = min(memory.planes, memory.plane_bytes, memory.block_bytes, memory.blocks)
+    if least < 1:
+        raise PeerLost("a KV cache without planes, blocks or bytes cannot be read")
+    if memory.blocks > MAX_BLOCK_NUMBER:
+        raise PeerLost(f"a KV cache of {memory.blocks} blocks is larger than any may be")
+    if memory.block_bytes * memory.blocks > memory.plane_bytes:
+        raise PeerLost(f"{memory.blocks} blocks of {memory.block_bytes} bytes do not fit {memory.plane_bytes} bytes")
+    if memory.nbytes > size:
+        raise PeerLost(f"a KV cache of {memory.nbytes} bytes does not fit the {size} bytes that are there")
+
+
+def require_alike(mine: KvMemory | None, theirs: KvMemory | None) -> None:
+    """Raise PeerLost unless the blocks of one memory are blocks of the other, or both engines move KV by themselves."""
+    if mine is None and theirs is None:
+        return
+    if mine is None or theirs is None:
+        raise PeerLost("one engine moves KV by itself, and the other does not: they cannot hand over to each other")
+    pairs = [(name, getattr(mine.shape, name), getattr(theirs.shape, name)) for name in mine.shape.__struct_fields__]
+    pairs += [(name, getattr(mine, name), getattr(theirs, name)) for name in ("planes", "block_bytes")]
+    different = [f"{name} is {own} here and {other} there" for name, own, other in pairs if own != other]
+    if different:
+        raise PeerLost(f"the KV caches do not fit each other: {', '.join(different)}")
+
+
+def require_host(memory: KvMemory, way: str) -> None:
+    """Raise PeerLost unless the CPU can read and write `memory`."""
+    if memory.device != "cpu":
+        raise PeerLost(f"{way} cannot move KV of device {memory.device}")
+
+
+def block_numbers(memory: KvMemory, blocks: Sequence[int] | Numbers) -> Numbers:
+    """Return `blocks` as an array. Raises PeerLost unless `memory` has all of them."""
+    try:
+        numbers: Numbers = np.asarray(blocks, dtype=np.int64)
+    except (OverflowError, TypeError, ValueError):
+        raise PeerLost("what should be block numbers is something else") from None
+    if numbers.ndim != 1:
+        raise PeerLost("what should be a list of block numbers is something else")
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= memory.blocks):
+        raise PeerLost(f"blocks {numbers.min()} to {numbers.max()} are not all among the {memory.blocks} of the cache")
+    return numbers
+
+
+def block_pairs(
+    their_memory: KvMemory, theirs: Sequence[int], my_memory: KvMemory, mine: Sequence[int]
+) -> tuple[Numbers, Numbers]:
+    """Return both lists as arrays. Raises PeerLost unless they are as long as each other and within the caches."""
+    if len(theirs) != len(mine):
+        raise PeerLost(f"{len(theirs)} blocks cannot be copied into {len(mine)}")
+    return block_numbers(their_memory, theirs), block_numbers(my_memory, mine)
+
+
+def spans(memory: KvMemory, blocks: Numbers) -> Spans:
+    """Return where `blocks` lie: plane by plane, in their order, with neighbours joined."""
+    starts, counts = _runs(blocks)
+    return _spans(memory, blocks[starts], counts)
+
+
+def paired_spans(their_memory: KvMemory, theirs: Numbers, my_memory: KvMemory, mine: Numbers) -> tuple[Spans, Spans]:
+    """Return where both lists lie, cut alike: span i of one is as long as span i of the other."""
+    starts, counts = _runs(theirs, mine)
+    return _spans(their_memory, theirs[starts], counts), _spans(my_memory, mine[starts], counts)
+
+
+def copy_blocks(to: KvMemory, source: KvMemory, theirs: Numbers, mine: Numbers, stop: Stop) -> bool:
+    """Copy blocks `theirs` of `source` into blocks `mine` of `to`; both are memory of this process, checked before.
+
+    Returns whether everything was copied: not when `stop` was set meanwhile. Other threads run while it copies.
+    """
+    library = load_copier()
+    if library is None:
+        return _copy_by_runs(to, source, theirs, mine, stop)
+    theirs, mine = np.ascontiguousarray(theirs), np.ascontiguousarray(mine)
+    copied = library.baton_copy_blocks(
+        to.address,
+        to.plane_bytes,
+        source.address,
+        source.plane_bytes,
+        to.planes,
+        to.block_bytes,
+        theirs.ctypes.data,
+        mine.ctypes.data,
+        len(mine),
+        byref(stop.flag),
+    )
+    return bool(copied)
+
+
+def _copy_by_runs(to: KvMemory, source: KvMemory, theirs: Numbers, mine: Numbers, stop: Stop) -> bool:
+    """The same where nothing can be compiled."""
+    target, origin = _view(to), _view(source)
+    starts, counts = _runs(theirs, mine)
+    most = max(1, _PIECE_BYTES // (to.planes * to.block_bytes))
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        first, theirs_first = int(mine[start]), int(theirs[start])
+        for done in range(0, count, most):
+            if stop.is_set():
+                return False
+            size = min(most, count - done)
+            piece = origin[:, theirs_first + done : theirs_first + done + size]
+            target[:, first + done : first + done + size] = piece
+    return True
+
+
+def _view(memory: KvMemory) -> NDArray[np.uint8]:
+    """The blocks of `memory` as an array: planes, blocks, bytes."""
+    raw = memoryview((ctypes.c_uint8 * memory.nbytes).from_address(memory.address)).cast("B")
+    planes = np.frombuffer(raw, np.uint8).reshape(memory.planes, memory.plane_bytes)
+    blocks = planes[:, : memory.blocks * memory.block_bytes]
+    return blocks.reshape(memory.planes, memory.blocks, memory.block_bytes)
+
+
+def _runs(*lists: Numbers) -> tuple[Numbers, Numbers]:
+    """Return where runs start and how long they are; within a run each number of each list follows the one before."""
+    size = len(lists[0])
+    if not size:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    broken = np.zeros(size - 1, np.bool_)
+    for numbers in lists:
+        broken |= np.diff(numbers) != 1
+    starts = np.concatenate(([0], np.flatnonzero(broken) + 1))
+    return starts, np.diff(starts, append=size)
+
+
+def _spans(memory: KvMemory, firsts: Numbers, counts: Numbers) -> Spans:
+    planes = memory.address + np.arange(memory.planes, dtype=np.int64)[:, None] * memory.plane_bytes
+    return Spans((planes + firsts * memory.block_bytes).ravel(), np.tile(counts * memory.block_bytes, memory.planes))

@@ -1,0 +1,85 @@
+"""`baton experts plan`: what it prints and writes, and one line for what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from baton.cli.main import cli
+from baton.config.engines import ExpertOptions
+from baton.engines.sglang.experts import expert_arguments
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    path = tmp_path / "dump.json"
+    path.write_text(json.dumps({"logical_count": [[0, 0, 0, 0], [8, 7, 6, 5], [30, 10, 1, 1]]}))
+    return path
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(cli, ["experts", "plan", *map(str, words)])
+
+
+def test_a_plan_is_shown_written_and_usable(dump: Path, tmp_path: Path) -> None:
+    out = tmp_path / "layout.json"
+    result = run(dump, "--ranks", 2, "--redundant", 2, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert (
+        "3 layers, 1 of them without load; 4 experts and 2 redundant on 2 ranks, 3 slots each; global" in result.output
+    )
+    assert f"baton worker --engine sglang --experts-layout {out} --experts-redundant 2" in result.output
+    assert expert_arguments(ExpertOptions(layout=str(out), redundant=2), ep_size=2)
+
+
+def test_the_table_tells_before_and_after(dump: Path) -> None:
+    # Trivial: 15 and 11, 40 and 2. Planned: 13 and 13; 30 alone is more than the other three.
+    lines = run(dump, "--ranks", 2).output.splitlines()
+    table = {line[:34].strip(): line[34:].split("  ") for line in lines[2:7]}
+    cells = {key: [cell.strip() for cell in value if cell.strip()] for key, value in table.items()}
+    assert cells == {
+        "": ["trivial", "planned"],
+        "balancedness, mean of layers": ["0.696", "0.839"],
+        "balancedness, worst layer": ["0.525 (layer 2)", "0.677 (layer 2)"],
+        "busiest rank / mean rank": ["1.53x", "1.24x"],
+        "busiest rank / mean, worst layer": ["1.90x", "1.48x"],
+    }
+    assert lines[-1] == "Nothing was written; name a file with --out FILE to use this layout."
+
+
+def test_groups_stay_on_their_node(dump: Path, tmp_path: Path) -> None:
+    out = tmp_path / "layout.json"
+    result = run(dump, "--ranks", 2, "--nodes", 2, "--groups", 2, "--out", out)
+    assert "2 ranks of 2 nodes, 2 slots each; hierarchical" in result.output
+    rows = json.loads(out.read_text())["physical_to_logical_map"]
+    assert all({row[0] // 2, row[1] // 2} in ({0}, {1}) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "3"], "4 experts and 0 redundant ones do not divide over 3 ranks: take 2, 5, ... redundant ones"),
+        (["--ranks", "2", "--algorithm", "hierarchical"], "say how many groups there are"),
+        (["--ranks", "2", "--out", "layout.txt"], "layout.txt must end in .json or .pt, for SGLang goes by the suffix"),
+        (["--ranks", "2", "--out", "nowhere/layout.json"], "cannot write nowhere/layout.json"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_with_exit_2(dump: Path, words: list[str], message: str) -> None:
+    result = run(dump, *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_dump_is_never_overwritten(dump: Path) -> None:
+    before = dump.read_bytes()
+    result = run(dump, "--ranks", 2, "--out", dump)
+    assert result.exit_code == 2
+    assert "is the dump itself" in result.stderr
+    assert dump.read_bytes() == before
+
+
+@pytest.mark.parametrize("words", [[], ["--ranks", "0"], ["--ranks", "2", "--redundant", "-1"]])
+def test_options_out_of_bounds_are_refused(dump: Path, words: list[str]) -> None:
+    assert run(dump, *words).exit_code == 2

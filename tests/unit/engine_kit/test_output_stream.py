@@ -1,0 +1,247 @@
+"""The merging stream: what is read is what was written, whenever it is read."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine_kit.output_stream import OutputStream
+from baton.errors import Cancelled, EngineFailed
+from baton.protocol.outputs import Finished, FinishReason, HandoffReady, Logprobs, Output, TokenDelta, TopLogprob
+from baton.testing import run_bounded
+
+
+async def read_all(stream: OutputStream) -> list[Output]:
+    outputs: list[Output] = []
+    while batch := await stream.read():
+        outputs += batch
+    return outputs
+
+
+def test_tokens_that_nobody_has_read_merge_into_one_delta() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        for token in range(5):
+            stream.push([token])
+        assert await stream.read() == [TokenDelta([0, 1, 2, 3, 4])]
+
+    run_bounded(body())
+
+
+def test_choices_merge_apart_and_in_the_order_they_began() -> None:
+    async def body() -> None:
+        stream = OutputStream(2)
+        stream.push([1], 1)
+        stream.push([2], 0)
+        stream.push([3], 1)
+        assert await stream.read() == [TokenDelta([1, 3], 1), TokenDelta([2], 0)]
+
+    run_bounded(body())
+
+
+def test_a_read_waits_for_the_first_token() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        reading = asyncio.create_task(stream.read())
+        await asyncio.sleep(0.01)
+        assert not reading.done()
+        stream.push([7])
+        assert await reading == [TokenDelta([7])]
+
+    run_bounded(body())
+
+
+def test_the_stream_ends_with_its_last_choice() -> None:
+    async def body() -> None:
+        stream = OutputStream(2)
+        stream.finish(FinishReason.EOS, 1)
+        assert not stream.ended
+        assert await stream.read() == [Finished(FinishReason.EOS, 1)]
+        stream.finish(FinishReason.LENGTH, 0, stop_reason=3, cached_tokens=16)
+        assert stream.ended
+        assert await stream.read() == [Finished(FinishReason.LENGTH, 0, 3, 16)]
+        assert await stream.read() == []
+
+    run_bounded(body())
+
+
+def test_nothing_is_written_after_the_end() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        stream.push([1])
+        stream.finish(FinishReason.EOS)
+        stream.push([2])
+        stream.finish(FinishReason.LENGTH)
+        stream.hand_off({"room": 1})
+        stream.fail(EngineFailed("late"))
+        assert await read_all(stream) == [TokenDelta([1]), Finished(FinishReason.EOS)]
+
+    run_bounded(body())
+
+
+def test_an_error_comes_after_what_was_written_before_it_and_stays() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        stream.push([1])
+        stream.fail(Cancelled("gone"))
+        stream.fail(EngineFailed("late"))
+        stream.push([2])
+        assert await stream.read() == [TokenDelta([1])]
+        for _ in range(2):
+            with pytest.raises(Cancelled):
+                await stream.read()
+
+    run_bounded(body())
+
+
+def test_an_error_wakes_a_read_that_waits() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        reading = asyncio.create_task(stream.read(asyncio.get_running_loop().time() + 3600))
+        await asyncio.sleep(0)
+        stream.push([1])
+        await asyncio.sleep(0)
+        stream.fail(Cancelled("gone"))
+        assert await reading == [TokenDelta([1])]
+        with pytest.raises(Cancelled):
+            await stream.read()
+
+    run_bounded(body())
+
+
+def test_a_handoff_is_never_held_back_and_comes_first() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        reading = asyncio.create_task(stream.read(asyncio.get_running_loop().time() + 3600))
+        await asyncio.sleep(0)
+        stream.push([1])
+        stream.hand_off({"room": 0})
+        assert await reading == [HandoffReady({"room": 0}), TokenDelta([1])]
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("written", ["before the read", "during the read"])
+def test_not_before_holds_tokens_back_and_merges_them(written: str) -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        clock = asyncio.get_running_loop().time
+        not_before = clock() + 0.05
+        if written == "before the read":
+            stream.push([1])
+        reading = asyncio.create_task(stream.read(not_before))
+        await asyncio.sleep(0.01)
+        if written == "during the read":
+            stream.push([1])
+        await asyncio.sleep(0.01)
+        stream.push([2])
+        assert not reading.done()
+        assert await reading == [TokenDelta([1, 2])]
+        assert clock() >= not_before - 0.002
+
+    run_bounded(body())
+
+
+def test_not_before_of_one_read_does_not_hold_back_the_next() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        stream.push([1])
+        held = asyncio.create_task(stream.read(asyncio.get_running_loop().time() + 3600))
+        await asyncio.sleep(0.01)
+        held.cancel()
+        await asyncio.wait([held])
+        assert await stream.read() == [TokenDelta([1])]
+
+    run_bounded(body())
+
+
+def test_cancelling_a_read_in_the_turn_in_which_it_wakes_loses_nothing() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        reading = asyncio.create_task(stream.read())
+        await asyncio.sleep(0)
+        stream.push([1])
+        reading.cancel()
+        await asyncio.wait([reading])
+        assert reading.cancelled()
+        stream.push([2])
+        assert await stream.read() == [TokenDelta([1, 2])]
+
+    run_bounded(body())
+
+
+def test_log_probabilities_merge_in_step_with_their_tokens() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        first = Logprobs((-0.1,), ((TopLogprob(1, 1, -0.1),),))
+        second = Logprobs((-0.2, -0.3), ((TopLogprob(1, 2, -0.2),), (TopLogprob(1, 3, -0.3),)))
+        stream.push([1], 0, first)
+        stream.push([2, 3], 0, second)
+        assert await stream.read() == [TokenDelta([1, 2, 3], 0, Logprobs((-0.1, -0.2, -0.3), first.top + second.top))]
+        stream.push([4], 0, first)
+        assert await stream.read() == [TokenDelta([4], 0, first)]
+
+    run_bounded(body())
+
+
+WRITES = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 99), min_size=1, max_size=3)) | st.just("read"), max_size=30
+)
+
+
+@settings(max_examples=50)
+@given(WRITES, st.permutations(range(3)))
+def test_what_is_read_is_what_was_written_whenever_it_is_read(writes: list[object], order: list[int]) -> None:
+    async def body() -> list[Output]:
+        stream = OutputStream(3)
+        outputs: list[Output] = []
+        pending = False
+        for write in writes:
+            match write:
+                case (int(index), list(tokens)):
+                    stream.push(list(tokens), index)
+                    pending = True
+                case _ if pending:
+                    outputs += await stream.read()
+                    pending = False
+        for index in order:
+            stream.finish(FinishReason.EOS, index)
+        return outputs + await read_all(stream)
+
+    outputs = run_bounded(body())
+    for index in range(3):
+        written = [token for write in writes if write != "read" and write[0] == index for token in write[1]]  # type: ignore[index]
+        deltas = [output for output in outputs if isinstance(output, TokenDelta) and output.index == index]
+        assert [token for delta in deltas for token in delta.token_ids] == written
+        assert sum(isinstance(output, Finished) and output.index == index for output in outputs) == 1
+
+
+def test_a_writer_can_wait_for_a_reader_who_has_fallen_behind() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        await stream.caught_up(60)
+        stream.push([1])
+        assert stream.unread
+        waiting = asyncio.create_task(stream.caught_up(60))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await stream.read()
+        await waiting
+        assert not stream.unread
+
+    run_bounded(body())
+
+
+def test_a_writer_does_not_wait_for_ever() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        stream.push([1])
+        await stream.caught_up(0.01)
+        ended = asyncio.create_task(stream.caught_up(60))
+        await asyncio.sleep(0)
+        stream.fail(Cancelled("aborted"))
+        await ended
+        await stream.caught_up(60)
+
+    run_bounded(body())

@@ -1,0 +1,356 @@
+"""The built-in engine as its caller sees it: sampling, choices, guides, bad input."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.config.engines import TorchOptions
+from baton.engines.torch.engine import TorchEngine
+from baton.errors import Cancelled, ConfigError, EngineFailed, InvalidRequest
+from baton.ports.engine import Work
+from baton.protocol.events import KvStored
+from baton.protocol.ids import new_request_id
+from baton.protocol.outputs import Finished, FinishReason, TokenDelta
+from baton.protocol.requests import GuidedDecoding, Sampling, StopConditions
+from baton.testing.bounded import eventually, run_bounded
+from baton.testing.engine_session import read_to_the_end
+from baton.testing.fakes import running
+from tests.doubles.tiny_models import make_tiny_model
+
+PROMPT = tuple(b"The quick brown fox jumps over the lazy dog, and then")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@asynccontextmanager
+async def started(directory: Path, **options: object) -> AsyncIterator[TorchEngine]:
+    defaults: dict[str, object] = {"dtype": "float32", "threads": 1, "blocks": 512, "max_running": 8}
+    engine = TorchEngine(TorchOptions(**(defaults | options)), directory, "tiny")
+    async with running(engine):
+        yield engine
+
+
+def run(body: Callable[[], Coroutine[None, None, None]]) -> None:
+    run_bounded(body(), 60)
+
+
+def work(
+    tokens: int = 12, prompt: tuple[int, ...] = PROMPT, stop: StopConditions | None = None, **sampling: object
+) -> Work:
+    return Work(
+        request_id=new_request_id("test"),
+        token_ids=prompt,
+        max_tokens=tokens,
+        stop=stop or StopConditions(ignore_eos=True),
+        sampling=msgspec.convert({"temperature": 0.0} | sampling, Sampling),
+        eos_token_ids=(256,),
+    )
+
+
+async def answer(engine: TorchEngine, asked: Work) -> tuple[list[list[int]], list[Finished]]:
+    stream = engine.submit(asked)
+    tokens: list[list[int]] = [[] for _ in range(asked.sampling.n or 1)]
+    ends: list[Finished] = []
+    while outputs := await stream.read():
+        for output in outputs:
+            if isinstance(output, TokenDelta):
+                tokens[output.index] += output.token_ids
+            elif isinstance(output, Finished):
+                ends.append(output)
+    return tokens, ends
+
+
+async def say(engine: TorchEngine, asked: Work) -> list[int]:
+    tokens, _ = await answer(engine, asked)
+    return tokens[0]
+
+
+# Sampling and stopping
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_any_company(directory: Path) -> None:
+    async def body() -> None:
+        async with started(directory, batch_tokens=24) as engine:
+            seeded = [work(temperature=0.9, seed=seed, top_p=0.95) for seed in range(4)]
+            alone = [await say(engine, asked) for asked in seeded]
+            again = [msgspec.structs.replace(asked, request_id=new_request_id("again")) for asked in seeded]
+            company = [work(20, PROMPT[: 5 + n], temperature=1.0) for n in range(6)]
+            together = await asyncio.gather(*(say(engine, asked) for asked in (*again, *company)))
+            assert list(together[:4]) == alone
+            assert len({tuple(tokens) for tokens in alone}) > 1
+
+    run(body)
+
+
+def test_choices_differ_share_the_prompt_and_end_once_each(directory: Path) -> None:
+    async def body() -> None:
+        async with started(directory, block=4) as engine:
+            tokens, ends = await answer(engine, work(10, n=5, temperature=1.5, seed=1))
+            assert [len(choice) for choice in tokens] == [10] * 5
+            assert len({tuple(choice) for choice in tokens}) > 1
+            assert sorted(end.index for end in ends) == [0, 1, 2, 3, 4]
+            assert {end.cached_tokens for end in ends} == {0}
+            again, _ = await answer(engine, work(10, n=5, temperature=1.5, seed=1))
+            assert again == tokens
+
+    run(body)
+
+
+def test_penalties_bias_and_limits_change_what_is_said(directory: Path) -> None:
+    async def body() -> None:
+        async with started(directory) as engine:
+            plain = await say(engine, work())
+            biased = await say(engine, work(logit_bias={"77": 100.0}))
+            assert biased == [77] * 12
+            banned = await say(engine, work(logit_bias={str(plain[0]): -100.0}))
+            assert plain[0] not in banned
+            fresh = await say(engine, work(40, logit_bias={"77": 20.0}, presence_penalty=2.0, frequency_penalty=2.0))
+            assert fresh.count(77) < 40
+
+    run(body)
+
+
+def test_eos_stop_tokens_and_least_tokens(directory: Path) -> None:
+    async def body() -> None:
+        async with started(directory) as engine:
+            plain = await say(engine, work())
+            stop = plain[5]
+            first = plain.index(stop)
+            for field in ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden"):
+                conditions = msgspec.convert({field: [stop], "ignore_eos": True}, StopConditions)
+                tokens, ends = await answer(engine, work(stop=conditions))
+                assert tokens[0] == plain[: first + 1]
+                assert (ends[0].reason, ends[0].stop_reason) == (FinishReason.STOP, stop)
+            eos = {"logit_bias": {"256": 100.0}}
+            tokens, ends = await answer(engine, work(stop=StopConditions(), **eos))
+            assert (tokens[0], ends[0].reason) == ([256], FinishReason.EOS)
+            tokens, ends = await answer(engine, work(stop=StopConditions(min_tokens=4), **eos))
+            assert len(tokens[0]) == 5
+            assert 256 not in tokens[0][:4]
+            tokens, ends = await answer(engine, work(stop=StopConditions(ignore_eos=True), **eos))
+            assert (tokens[0], ends[0].reason) == ([256] * 12, FinishReason.LENGTH)
+
+    run(body)
+
+
+def test_guides_shape_the_answer_beside_others_that_are_free(directory: Path) -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    guides = {
+        "json": GuidedDecoding(json=schema),
+        "regex": GuidedDecoding(regex="[ab]{3}-[0-9]{2}"),
+        "choice": GuidedDecoding(choice=("yes", "no")),
+    }
+
+    async def body() -> None:
+        async with started(directory) as engine:
+            free = await say(engine, work(30))
+            asked = [
+                work(100, guided_decoding=msgspec.to_builtins(guided), stop=StopConditions(), temperature=1.0, seed=3)
+                for guided in guides.values()
+            ]
+            answers = await asyncio.gather(*(answer(engine, one) for one in asked), say(engine, work(30)))
+            alphabet = alphabet_of(directory)
+            texts = ["".join(alphabet[token] for token in found[0][0] if token < 256) for found in answers[:3]]
+            assert isinstance(json.loads(texts[0])["age"], int)
+            assert re.fullmatch("[ab]{3}-[0-9]{2}", texts[1])
+            assert texts[2] in ("yes", "no")
+            assert answers[3] == free
+
+    run(body)
+
+
+def alphabet_of(directory: Path) -> dict[int, str]:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return {token: tokenizer.decode([token]) for token in range(256)}
+
+
+def test_a_bad_guide_fails_its_own_request_only(directory: Path) -> None:
+    async def body() -> None:
+        async with started(directory) as engine:
+            bad = engine.submit(work(guided_decoding={"regex": "(unclosed"}))
+            good = await say(engine, work())
+            with pytest.raises(InvalidRequest, match="regex"):
+                await bad.read()
+            assert len(good) == 12
+            assert engine.progress().waiting == engine.progress().running == 0
+
+    run(body)
+
+
+def test_a_request_that_waits_for_its_guide_can_be_aborted(directory: Path) -> None:
+    async def body() -> None:
+        async with started(directory) as engine:
+            asked = work(guided_decoding={"json": {"type": "array", "items": {"type": "string"}}})
+            stream = engine.submit(asked)
+            await engine.abort(asked.request_id)
+            with pytest.raises(Cancelled):
+                await read_to_the_end(stream)
+            assert len(await say(engine, work())) == 12
+            assert engine.progress().waiting == engine.progress().running == 0
+
+    run(body)
+
+
+def test_an_abort_that_nobody_waits_for_any_more_still_ends_its_request(directory: Path) -> None:
+    async def body() -> None:
+        async with started(directory) as engine:
+            asked = work(500, PROMPT * 60)
+            stream = engine.submit(asked)
+            aborting = asyncio.create_task(engine.abort(asked.request_id))
+            await asyncio.sleep(0)
+            aborting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await aborting
+            with pytest.raises(Cancelled):
+                await read_to_the_end(stream)
+            assert len(await say(engine, work())) == 12
+            assert engine.progress().waiting == engine.progress().running == 0
+
+    run(body)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"token_ids": ()}, "empty"),
+        ({"token_ids": (1, 300)}, "300 is not a token"),
+        ({"token_ids": (1, -2)}, "-2 is not a token"),
+        ({"token_ids": (1,) * 5000}, "context"),
+        ({"max_tokens": 5000}, "context"),
+        ({"sampling": Sampling(logit_bias={"900": 1.0})}, "logit_bias"),
+        ({"sampling": Sampling(use_beam_search=True)}, "beam"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_submit(directory: Path, change: dict[str, object], complaint: str) -> None:
+    async def body() -> None:
+        async with started(directory) as engine:
+            with pytest.raises(InvalidRequest, match=complaint):
+                engine.submit(msgspec.structs.replace(work(), **change))
+            assert engine.progress().waiting == 0
+            assert len(await say(engine, work())) == 12
+
+    run(body)
+
+
+def test_a_request_with_more_blocks_than_there_are_is_refused(directory: Path) -> None:
+    async def body() -> None:
+        async with started(directory, blocks=4) as engine:
+            with pytest.raises(InvalidRequest):
+                engine.submit(work(40))
+            assert len(await say(engine, work(8))) == 8
+
+    run(body)
+
+
+def test_logits_that_are_no_numbers_fail_their_own_request_only(directory: Path, tmp_path: Path) -> None:
+    poisoned = make_tiny_model(tmp_path)
+    weights = load_file(poisoned / "model.safetensors")
+    weights["model.embed_tokens.weight"][250] = torch.nan
+    save_file(weights, poisoned / "model.safetensors", metadata={"format": "pt"})
+
+    async def body(native: bool) -> None:
+        async with started(poisoned, native=native, max_running=4) as engine:
+            expected = await say(engine, work(30))
+            sick = [engine.submit(work(30, (*PROMPT[:n], 250, 7))) for n in (3, 20)]
+            assert await asyncio.gather(*(say(engine, work(30)) for _ in range(3))) == [expected] * 3
+            for stream in sick:
+                with pytest.raises(EngineFailed):
+                    await read_to_the_end(stream)
+            assert await say(engine, work(30)) == expected
+
+    for native in (True, False):
+        run_bounded(body(native), 60)
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "garbage", "shape", "extra", "lost"])
+def test_damaged_weights_are_refused_at_start(damage: str, tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    match damage:
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-100])
+        case "missing":
+            path.unlink()
+        case "garbage":
+            path.write_bytes(b"not a tensor in sight" * 100)
+        case "shape":
+            weights["model.norm.weight"] = torch.ones(7)
+            save_file(weights, path)
+        case "extra":
+            weights["model.layers.99.input_layernorm.weight"] = torch.ones(48)
+            save_file(weights, path)
+        case "lost":
+            del weights["model.layers.1.mlp.up_proj.weight"]
+            save_file(weights, path)
+
+    async def body() -> None:
+        engine = TorchEngine(TorchOptions(dtype="float32", threads=1, blocks=16), directory, "damaged")
+        with pytest.raises(ConfigError, match=r"weights|safetensors"):
+            await engine.start()
+        await engine.stop()
+
+    run(body)
+
+
+def test_sharded_weights_load(directory: Path, tmp_path: Path) -> None:
+    sharded = make_tiny_model(tmp_path)
+    weights = load_file(sharded / "model.safetensors")
+    names = sorted(weights)
+    index = {}
+    for number in range(3):
+        file = f"model-{number}.safetensors"
+        save_file({name: weights[name] for name in names[number::3]}, sharded / file)
+        index |= dict.fromkeys(names[number::3], file)
+    (sharded / "model.safetensors").unlink()
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+    async def body() -> None:
+        async with started(directory) as whole, started(sharded) as engine:
+            assert await say(engine, work()) == await say(whole, work())
+
+    run(body)
+
+
+# What it tells
+
+
+def test_events_name_blocks_by_content_with_their_parents(directory: Path) -> None:
+    async def body() -> None:
+        async with started(directory, block=8) as engine:
+            stored: list[KvStored] = []
+
+            async def watch() -> None:
+                async for reading in engine.readings():
+                    if isinstance(reading, KvStored):
+                        stored.append(reading)
+
+            watching = asyncio.create_task(watch())
+            tokens = await say(engine, work(20))
+            await eventually(lambda: sum(len(event.block_hashes) for event in stored) == (len(PROMPT) + 19) // 8)
+            watching.cancel()
+            told = [token for event in stored for token in event.token_ids]
+            assert told == [*PROMPT, *tokens][: len(told)]
+            names = [name for event in stored for name in event.block_hashes]
+            assert next(event.parent_hash for event in stored) is None
+            assert [event.parent_hash for event in stored[1:]] == [
+                names[names.index(event.block_hashes[0]) - 1] for event in stored[1:]
+            ]
+
+    run(body)

@@ -1,0 +1,177 @@
+"""The built-in engine says exactly what transformers' own `generate` says: greedy, float32, for every family."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from baton.config.engines import TorchOptions
+from baton.engines.torch.engine import TorchEngine
+from baton.ports.engine import Work
+from baton.protocol.ids import new_request_id
+from baton.protocol.outputs import Finished, Logprobs, TokenDelta
+from baton.protocol.requests import OutputOptions, Sampling, StopConditions
+from baton.testing.bounded import run_bounded
+from baton.testing.fakes import running
+from tests.doubles.tiny_models import make_tiny_model
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biased": ("llama", {"attention_bias": True}),
+    "llama-odd": ("llama", {"vocab_size": 301, "head_dim": 18, "intermediate_size": 50, "hidden_size": 42}),
+    "llama-rope3": (
+        "llama",
+        {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 5e5}},
+    ),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": {**YARN, "rope_theta": 1e4}, "max_position_embeddings": 256}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+}
+TOKENS = 24
+
+
+class Reference:
+    """transformers' answers, one prompt at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.model.generation_config.eos_token_id = None
+
+    def tokens(self, prompt: Sequence[int], count: int = TOKENS) -> list[int]:
+        inputs = torch.tensor([list(prompt)])
+        out = self.model.generate(inputs, max_new_tokens=count, do_sample=False, pad_token_id=0)
+        return [int(token) for token in out[0, len(prompt) :]]
+
+    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return log-probabilities [len(tokens), vocabulary] of what comes after each token."""
+        with torch.no_grad():
+            return torch.log_softmax(self.model(torch.tensor([list(tokens)])).logits[0].float(), dim=-1)
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
+    family, changes = MODELS[request.param]
+    directory = make_tiny_model(tmp_path_factory.mktemp(request.param), family, **changes)
+    return directory, Reference(directory)
+
+
+def prompts(count: int, shortest: int = 3, longest: int = 70) -> list[tuple[int, ...]]:
+    numbers = torch.Generator().manual_seed(count)
+    lengths = torch.randint(shortest, longest, (count,), generator=numbers).tolist()
+    return [tuple(torch.randint(0, 256, (length,), generator=numbers).tolist()) for length in lengths]
+
+
+def work(prompt: tuple[int, ...], tokens: int = TOKENS, **output: int) -> Work:
+    return Work(
+        request_id=new_request_id("exact"),
+        token_ids=prompt,
+        max_tokens=tokens,
+        stop=StopConditions(max_tokens=tokens, ignore_eos=True),
+        sampling=Sampling(temperature=0.0),
+        output=OutputOptions(**output),
+    )
+
+
+class Answer:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        self.end: Finished | None = None
+
+
+async def answer(engine: TorchEngine, asked: Work) -> Answer:
+    stream, found = engine.submit(asked), Answer()
+    while outputs := await stream.read():
+        for output in outputs:
+            match output:
+                case TokenDelta():
+                    found.tokens += output.token_ids
+                    if output.logprobs is not None:
+                        found.logprobs.append(output.logprobs)
+                case Finished():
+                    found.end = output
+    return found
+
+
+async def ask_all(directory: Path, works: list[Work], together: bool = True, **options: object) -> list[Answer]:
+    defaults: dict[str, object] = {"dtype": "float32", "threads": 1, "blocks": 256, "max_running": 16}
+    engine = TorchEngine(TorchOptions(**(defaults | options)), directory, "tiny")
+    async with running(engine):
+        if together:
+            return list(await asyncio.gather(*(answer(engine, asked) for asked in works)))
+        return [await answer(engine, asked) for asked in works]
+
+
+WAYS: dict[str, dict[str, object]] = {"native": {"native": True}, "torch": {"native": False}}
+if torch.cuda.is_available():
+    WAYS["cuda"] = {"device": "cuda"}
+WAYS = {name: {"device": "cpu", **options} for name, options in WAYS.items()}
+
+
+@pytest.fixture(params=sorted(WAYS))
+def way(request: pytest.FixtureRequest) -> dict[str, object]:
+    return WAYS[request.param]
+
+
+def test_alone(model: tuple[Path, Reference], way: dict[str, object]) -> None:
+    directory, reference = model
+    asked = [*prompts(2), (5,)]
+    answers = run_bounded(ask_all(directory, [work(p) for p in asked], together=False, **way), 60)
+    assert [found.tokens for found in answers] == [reference.tokens(p) for p in asked]
+
+
+def test_together_in_chunks_with_preemption_and_shared_prefixes(
+    model: tuple[Path, Reference], way: dict[str, object]
+) -> None:
+    directory, reference = model
+    asked = prompts(6)
+    asked += [asked[0], (*asked[1][:40], 9, 9), asked[2] + (1, 2, 3)]
+    # Eleven tokens a step cut every prompt into chunks; 40 blocks of 4 hold about two of the nine at a time.
+    options: dict[str, object] = {"block": 4, "blocks": 40, "batch_tokens": 11, "max_running": 8}
+    answers = run_bounded(ask_all(directory, [work(p) for p in asked], **options, **way), 110)
+    assert [found.tokens for found in answers] == [reference.tokens(p) for p in asked]
+
+
+def test_a_prompt_that_is_in_the_cache_gives_the_same_answer(
+    model: tuple[Path, Reference], way: dict[str, object]
+) -> None:
+    directory, reference = model
+    (prompt,) = prompts(1, shortest=60)
+    works = [work(prompt), work(prompt), work((*prompt[:32], 1, 2)), work(prompt)]
+    answers = run_bounded(ask_all(directory, works, together=False, block=8, **way), 60)
+    expected = [reference.tokens(asked.token_ids) for asked in works]
+    assert [found.tokens for found in answers] == expected
+    cached = [found.end.cached_tokens if found.end else None for found in answers]
+    whole = (len(prompt) - 1) // 8 * 8
+    assert cached == [0, whole, 32, whole]
+
+
+def test_log_probabilities_of_answer_and_prompt(model: tuple[Path, Reference], way: dict[str, object]) -> None:
+    directory, reference = model
+    (prompt,) = prompts(1, shortest=40)
+    asked = work(prompt, logprobs=3, prompt_logprobs=2)
+    (found,) = run_bounded(ask_all(directory, [asked], batch_tokens=16, **way), 60)
+    expected = reference.logprobs((*prompt, *found.tokens))
+    chosen = [value for part in found.logprobs for value in part.chosen]
+    top = [position for part in found.logprobs for position in part.top]
+    for number, token in enumerate(found.tokens):
+        row = expected[len(prompt) - 1 + number]
+        assert chosen[number] == pytest.approx(float(row[token]), abs=1e-4)
+        best = torch.topk(row, 3)
+        assert [entry.logprob for entry in top[number]] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert found.end is not None
+    scored = found.end.prompt_logprobs
+    assert scored is not None
+    assert len(scored.chosen) == len(prompt) - 1
+    for number, token in enumerate(prompt[1:]):
+        assert scored.chosen[number] == pytest.approx(float(expected[number][token]), abs=1e-4)
+        assert len(scored.top[number]) == 2

@@ -1,0 +1,471 @@
+"""New weights in a running engine: it then answers as a fresh one on those weights, or nothing has changed at all."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from baton.errors import BatonError, EngineDead, EngineFailed, InvalidRequest  # noqa: E402
+from baton.protocol.commands import (  # noqa: E402
+    FromDisk,
+    FromGroup,
+    FromSharedMemory,
+    FromTensors,
+    InlineTensor,
+    JoinGroup,
+    LeaveGroup,
+    ReleaseMemory,
+    ResumeMemory,
+    SharedTensor,
+    TensorSpec,
+    UpdateWeights,
+    Verb,
+    WeightSource,
+)
+from baton.testing import eventually, run_bounded  # noqa: E402
+from tests.doubles.tiny_models import make_tiny_model  # noqa: E402
+from tests.unit.engines.torch.torch_sessions import LONG, PROMPT, Session, fresh_answer, read, session  # noqa: E402
+
+HEAD = "lm_head.weight"
+Tensors = dict[str, "torch.Tensor"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("old"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("new"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def new(other: Path) -> Tensors:
+    return load_file(other / "model.safetensors")
+
+
+def update(source: WeightSource, version: str = "2") -> UpdateWeights:
+    return UpdateWeights(source=source, version=version)
+
+
+def bytes_of(tensor: "torch.Tensor") -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def inline(tensors: Tensors) -> FromTensors:
+    return FromTensors(
+        tensors=tuple(
+            InlineTensor(name=name, dtype="float32", shape=tuple(tensor.shape), data=bytes_of(tensor))
+            for name, tensor in tensors.items()
+        )
+    )
+
+
+def specs(tensors: Tensors) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name=name, dtype="float32", shape=tuple(t.shape)) for name, t in tensors.items())
+
+
+@contextmanager
+def segment(tensors: Tensors) -> Iterator[FromSharedMemory]:
+    """Put tensors into shared memory, one after the other."""
+    memory = shared_memory.SharedMemory(create=True, size=sum(tensor.nbytes for tensor in tensors.values()))
+    places, offset = [], 0
+    for name, tensor in tensors.items():
+        memory.buf[offset : offset + tensor.nbytes] = bytes_of(tensor)
+        places.append(SharedTensor(name=name, dtype="float32", shape=tuple(tensor.shape), offset=offset))
+        offset += tensor.nbytes
+    try:
+        yield FromSharedMemory(segment=memory.name, tensors=tuple(places))
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+async def assert_now_as(here: Session, expected: list[int], source: WeightSource) -> None:
+    """Update, and find the answers of a fresh engine, with nothing remembered of the old one."""
+    assert await here.say() != expected
+    assert await here.cached() == 32
+    outcome = await here.order(update(source))
+    assert outcome.weight_version == "2"
+    assert await here.cached() == 0
+    await eventually(lambda: here.clears() == 1)
+    assert await here.say() == expected
+
+
+async def assert_refused(here: Session, source: WeightSource, complaint: str, kind: type[BatonError]) -> None:
+    """An update is refused, and nothing has changed."""
+    before = await here.say(tokens=8)
+    with pytest.raises(kind, match=complaint):
+        await here.order(update(source))
+    assert await here.cached() == 32
+    assert await here.say(tokens=8) == before
+    assert here.clears() == 0
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_from_disk(model: Path, other: Path, native: bool) -> None:
+    async def body() -> None:
+        expected = await fresh_answer(other, native=native)
+        async with session(model, native=native) as here:
+            await assert_now_as(here, expected, FromDisk(path=str(other)))
+
+    run_bounded(body())
+
+
+def test_from_the_request_itself(model: Path, other: Path, new: Tensors) -> None:
+    async def body() -> None:
+        expected = await fresh_answer(other)
+        async with session(model) as here:
+            await assert_now_as(here, expected, inline(new))
+
+    run_bounded(body())
+
+
+def test_from_shared_memory_which_stays_its_owners(model: Path, other: Path, new: Tensors) -> None:
+    async def body() -> None:
+        expected = await fresh_answer(other)
+        with segment(new) as source:
+            async with session(model) as here:
+                await assert_now_as(here, expected, source)
+            assert os.path.exists(f"/dev/shm/{source.segment}")  # noqa: ASYNC240
+
+    run_bounded(body())
+
+
+def test_how_a_config_is_written_makes_no_difference(model: Path, other: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(other, older, ignore=shutil.ignore_patterns("spill"))
+    config = json.loads((older / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    (older / "config.json").write_text(json.dumps({**config, "rope_theta": theta, "max_position_embeddings": 512}))
+
+    async def body() -> None:
+        expected = await fresh_answer(other)
+        async with session(model) as here:
+            await assert_now_as(here, expected, FromDisk(path=str(older)))
+
+    run_bounded(body())
+
+
+def test_a_part_of_the_weights_can_be_replaced(model: Path, new: Tensors, tmp_path: Path) -> None:
+    mixed = tmp_path / "mixed"
+    shutil.copytree(model, mixed, ignore=shutil.ignore_patterns("spill"))
+    save_file({**load_file(model / "model.safetensors"), HEAD: new[HEAD]}, mixed / "model.safetensors")
+
+    async def body() -> None:
+        expected = await fresh_answer(mixed)
+        async with session(model) as here:
+            await assert_now_as(here, expected, inline({HEAD: new[HEAD]}))
+
+    run_bounded(body())
+
+
+def test_other_types_are_converted(model: Path, new: Tensors, tmp_path: Path) -> None:
+    halves = tmp_path / "halves"
+    shutil.copytree(model, halves, ignore=shutil.ignore_patterns("spill"))
+    short = {name: tensor.to(torch.bfloat16) for name, tensor in new.items()}
+    save_file(short, halves / "model.safetensors")
+    source = FromTensors(
+        tensors=tuple(
+            InlineTensor(name=name, dtype="bfloat16", shape=tuple(tensor.shape), data=bytes_of(tensor))
+            for name, tensor in short.items()
+        )
+    )
+
+    async def body() -> None:
+        expected = await fresh_answer(halves)
+        async with session(model) as here:
+            await assert_now_as(here, expected, source)
+
+    run_bounded(body())
+
+
+def test_requests_that_run_go_on_with_the_new_weights(model: Path, other: Path) -> None:
+    async def body() -> None:
+        async with session(other) as there, session(model) as here:
+            _, stream = here.start(PROMPT, LONG)
+            start, _ = await read(stream, at_least=3)
+            await here.order(update(FromDisk(path=str(other))))
+            end, finished = await read(stream)
+            assert finished is not None
+            assert len(start + end) == LONG
+            # Somewhere the old weights hand over to the new: from there on a fresh engine says the same.
+            tail = (start + end)[-200:]
+            assert await there.say(PROMPT + tuple((start + end)[:-200]), 200) == tail
+
+    run_bounded(body(), 40)
+
+
+def test_an_update_survives_a_release_and_a_released_model_takes_none(model: Path, other: Path) -> None:
+    async def body() -> None:
+        expected = await fresh_answer(other)
+        async with session(model) as here:
+            await here.order(ReleaseMemory(tags=("kv_cache", "weights")))
+            with pytest.raises(InvalidRequest, match="resume them"):
+                await here.order(update(FromDisk(path=str(other))))
+            await here.order(ResumeMemory(tags=("weights",)))
+            await here.order(update(FromDisk(path=str(other))))
+            await here.order(ResumeMemory(tags=("kv_cache",)))
+            assert await here.say() == expected
+            await here.order(ReleaseMemory(tags=("kv_cache", "weights")))
+            await here.order(ResumeMemory(tags=("kv_cache", "weights")))
+            assert await here.say() == expected
+
+    run_bounded(body())
+
+
+def broken_directories(model: Path, other: Path, new: Tensors, place: Path) -> dict[str, Path]:
+    """Return directories with something wrong each, by what the complaint says."""
+    whole = (other / "model.safetensors").read_bytes()
+    mutilated = {name: tensor for name, tensor in new.items() if name != "model.norm.weight"}
+    contents: dict[str, bytes | Tensors] = {
+        "incomplete metadata": whole[: len(whole) // 2],
+        "header": b"\x10\0\0\0\0\0\0\0not json at all" + whole[30:],
+        "model.norm.weight is missing": mutilated,
+        "strange.weight is not a tensor": {**new, "strange.weight": torch.zeros(3)},
+        r"has shape \[3\]": {**new, "model.norm.weight": torch.zeros(3)},
+        "is of type I32": {**new, HEAD: new[HEAD].to(torch.int32)},
+    }
+    directories = {}
+    for number, (complaint, content) in enumerate(contents.items()):
+        directory = directories[complaint] = place / str(number)
+        directory.mkdir()
+        if isinstance(content, bytes):
+            (directory / "model.safetensors").write_bytes(content)
+        else:
+            save_file(content, directory / "model.safetensors")
+    directories["is not a directory"] = place / "nowhere"
+    directories["has neither"] = place
+    another = directories["differs in positions"] = place / "another"
+    shutil.copytree(other, another, ignore=shutil.ignore_patterns("spill"))
+    config = json.loads((another / "config.json").read_text())
+    (another / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0, "rope_parameters": None}))
+    return directories
+
+
+def test_a_directory_that_does_not_fit_changes_nothing(model: Path, other: Path, new: Tensors, tmp_path: Path) -> None:
+    directories = broken_directories(model, other, new, tmp_path)
+
+    async def body() -> None:
+        async with session(model) as here:
+            for complaint, directory in directories.items():
+                await assert_refused(here, FromDisk(path=str(directory)), complaint, InvalidRequest)
+
+    run_bounded(body())
+
+
+def test_tensors_that_do_not_fit_change_nothing(model: Path, new: Tensors) -> None:
+    good = inline({"model.norm.weight": new["model.norm.weight"]}).tensors
+    head = inline({HEAD: new[HEAD]}).tensors[0]
+    bad = {
+        "the list is empty": (),
+        "given twice": (*good, *good),
+        "nobody is not a tensor": (*good, InlineTensor(name="nobody", dtype="float32", shape=(1,), data=b"\0" * 4)),
+        r"has shape \[4\]": (*good, InlineTensor(name=HEAD, dtype="float32", shape=(4,), data=b"\0" * 16)),
+        "bytes of data": (*good, InlineTensor(name=HEAD, dtype="float32", shape=head.shape, data=head.data[:-4])),
+    }
+
+    async def body() -> None:
+        async with session(model) as here:
+            for complaint, tensors in bad.items():
+                await assert_refused(here, FromTensors(tensors=tensors), complaint, InvalidRequest)
+
+    run_bounded(body())
+
+
+def test_a_segment_that_does_not_fit_changes_nothing(model: Path, new: Tensors) -> None:
+    async def body() -> None:
+        async with session(model) as here:
+            with segment({"model.norm.weight": new["model.norm.weight"], HEAD: new[HEAD]}) as source:
+                norm, head = source.tensors
+                beyond = SharedTensor(name=HEAD, dtype="float32", shape=head.shape, offset=head.offset + 4)
+                crooked = SharedTensor(name=HEAD, dtype="float32", shape=head.shape, offset=head.offset - 1)
+                bad = {"beyond the segment": (norm, beyond), "which its type cannot": (norm, crooked)}
+                for complaint, tensors in bad.items():
+                    changed = FromSharedMemory(segment=source.segment, tensors=tensors)
+                    await assert_refused(here, changed, complaint, InvalidRequest)
+                for name, complaint in (("nobody", "cannot be opened"), ("..", "not a segment")):
+                    changed = FromSharedMemory(segment=name, tensors=source.tensors)
+                    await assert_refused(here, changed, complaint, InvalidRequest)
+
+    run_bounded(body())
+
+
+SENDER = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from safetensors.torch import load_file
+port, path, count = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2,
+                        timeout=timedelta(seconds=30))
+print("joined", flush=True)
+names = sys.stdin.readline().split()
+tensors = load_file(path)
+for name in names[: int(count)]:
+    dist.broadcast(tensors[name], src=0)
+if int(count) < len(names):
+    import os
+    os._exit(0)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def sender(other: Path, port: int, count: int) -> Iterator[subprocess.Popen[str]]:
+    """Run a process that is rank 0 and broadcasts so many of the tensors it is told, and dies if those are not all."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SENDER, str(port), str(other / "model.safetensors"), str(count)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tell(process: "subprocess.Popen[str]", line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def test_from_a_process_group(model: Path, other: Path, new: Tensors) -> None:
+    async def body() -> None:
+        expected = await fresh_answer(other)
+        port = free_port()
+        with sender(other, port, len(new)) as process:
+            async with session(model) as here:
+                join = JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=30)
+                await here.order(join)
+                with pytest.raises(InvalidRequest, match="already in 'trainer'"):
+                    await here.order(join)
+                with pytest.raises(InvalidRequest, match="not in 'others'"):
+                    await here.order(update(FromGroup(group="others", tensors=specs(new))))
+                tell(process, " ".join(new))
+                await assert_now_as(here, expected, FromGroup(group="trainer", tensors=specs(new), timeout_s=20))
+                await here.order(LeaveGroup(group="trainer"))
+                with pytest.raises(InvalidRequest, match="not in"):
+                    await here.order(LeaveGroup(group="trainer"))
+
+    run_bounded(body(), 60)
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["peer dies", "peer is silent"])
+def test_a_broadcast_that_fails_changes_nothing_and_the_engine_goes_on(
+    model: Path, other: Path, new: Tensors, dies: bool
+) -> None:
+    async def body() -> None:
+        async with session(model) as here:
+            for _ in range(2):  # the group that broke has been left, and another can be joined
+                port = free_port()
+                with sender(other, port, 3) as process:
+                    await here.order(
+                        JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=30)
+                    )
+                    if dies:
+                        tell(process, " ".join(new))
+                    source = FromGroup(group="trainer", tensors=specs(new), timeout_s=2)
+                    async with asyncio.timeout(15):
+                        await assert_refused(here, source, "join it again", EngineFailed)
+
+    run_bounded(body(), 60)
+
+
+def test_a_group_that_does_not_come_together_harms_nothing(model: Path) -> None:
+    async def body() -> None:
+        async with session(model) as here:
+            before = await here.say()
+            lonely = JoinGroup(group="g", host="127.0.0.1", port=free_port(), rank=1, size=2, timeout_s=1)
+            for _ in range(2):
+                with pytest.raises(EngineFailed, match="did not come together"):
+                    await here.order(lonely)
+            with pytest.raises(InvalidRequest, match="no rank 2"):
+                await here.order(JoinGroup(group="g", host="127.0.0.1", port=1, rank=2, size=2))
+            assert await here.say() == before
+
+    run_bounded(body(), 60)
+
+
+def test_requests_are_served_while_the_engine_waits_for_a_trainer(model: Path, other: Path, new: Tensors) -> None:
+    async def body() -> None:
+        async with session(model) as here:
+            port = free_port()
+            joining = asyncio.create_task(
+                here.order(JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=30))
+            )
+            await asyncio.sleep(0.2)
+            before = await here.say()
+            assert not joining.done()
+            with sender(other, port, len(new)):
+                await joining
+                source = FromGroup(group="trainer", tensors=specs(new), timeout_s=2)
+                updating = asyncio.create_task(here.order(update(source)))
+                await asyncio.sleep(0.2)
+                assert await here.say() == before
+                assert not updating.done()
+                with pytest.raises(EngineFailed):
+                    await updating
+
+    run_bounded(body(), 60)
+
+
+@pytest.mark.parametrize("waits", ["to join", "for tensors"])
+def test_an_engine_stops_at_once_while_it_waits_for_a_trainer(
+    model: Path, other: Path, new: Tensors, waits: str
+) -> None:
+    async def body() -> None:
+        port = free_port()
+        join = JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=10)
+        with sender(other, port, len(new)) if waits == "for tensors" else nullcontext():
+            async with session(model) as here:
+                if waits == "for tensors":
+                    await here.order(join)
+                    verb: Verb = update(FromGroup(group="trainer", tensors=specs(new), timeout_s=3))
+                else:
+                    verb = msgspec.structs.replace(join, timeout_s=3)
+                order = asyncio.create_task(here.order(verb))
+                await asyncio.sleep(0.2)
+                async with asyncio.timeout(2):
+                    await here.engine.stop()
+            with pytest.raises((EngineFailed, EngineDead)):
+                await order
+        await eventually(lambda: not torch.distributed.is_initialized())
+
+    run_bounded(body(), 60)
+
+
+def test_an_engine_that_stops_leaves_its_group(model: Path, other: Path, new: Tensors) -> None:
+    async def body() -> None:
+        for _ in range(2):
+            port = free_port()
+            with sender(other, port, len(new)):
+                async with session(model) as here:
+                    await here.order(
+                        JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=30)
+                    )
+
+    run_bounded(body(), 60)

@@ -1,0 +1,171 @@
+"""A prefill and a decode handler around a scripted engine, with rooms that only remember."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from baton.errors import BatonError
+from baton.handlers.decode import DecodeHandler
+from baton.handlers.prefill import PrefillHandler
+from baton.handlers.probe import TrialHandler
+from baton.ports.engine import EngineInfo
+from baton.ports.transfer import KvMemory, KvShape
+from baton.protocol.handoff import Ticket
+from baton.protocol.lifecycle import State
+from baton.protocol.outputs import KvComputed, KvWanted
+from baton.request.gate import Gate
+from baton.request.tracker import Desk, Limits
+from baton.testing import RecordingObserver, ScriptedEngine
+from baton.testing.fakes import SCRIPTED_INFO
+from baton.testing.memory_runtime import MemoryContext
+
+SHAPE = KvShape(model="tiny", dtype="float32", layers=1, kv_heads=1, head_dim=4, block_size=16)
+MEMORY = KvMemory(shape=SHAPE, address=0, planes=2, plane_bytes=0, block_bytes=256, blocks=0)
+SHOWS_KV = msgspec.structs.replace(SCRIPTED_INFO, kv=MEMORY)
+
+
+class FakeLease:
+    """A Lease that remembers, and ends when told to."""
+
+    def __init__(self) -> None:
+        self.told: list[KvComputed] = []
+        self.failed: BatonError | None = None
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_lost: Callable[[BatonError], None] | None = None
+
+    def computed(self, output: KvComputed) -> None:
+        self.told.append(output)
+
+    def on_lost(self, callback: Callable[[BatonError], None]) -> None:
+        self._on_lost = callback
+
+    def fail(self, error: BatonError) -> None:
+        if not self.end.done():
+            self.failed = error
+            self.lose(error)
+
+    def lose(self, error: BatonError) -> None:
+        self.end.set_exception(error)
+        self.end.exception()
+        if self._on_lost is not None:
+            self._on_lost(error)
+
+    async def ended(self) -> None:
+        await asyncio.shield(self.end)
+
+
+class FakeLender:
+    """A Lender that remembers."""
+
+    address = ("127.0.0.1", 4000)
+
+    def __init__(self, error: BatonError | None = None) -> None:
+        self.lent: list[tuple[Ticket, int]] = []
+        self.leases: list[FakeLease] = []
+        self.refused: list[tuple[Ticket, BatonError]] = []
+        self.before_lend: Callable[[], None] = lambda: None
+        self._error = error
+
+    def lend(self, ticket: Ticket, prompt_tokens: int) -> FakeLease:
+        self.before_lend()
+        if self._error is not None:
+            raise self._error
+        self.lent.append((ticket, prompt_tokens))
+        self.leases.append(FakeLease())
+        return self.leases[-1]
+
+    def refuse(self, ticket: Ticket, error: BatonError) -> None:
+        self.refused.append((ticket, error))
+
+
+class FakeLoan:
+    """A Loan that remembers."""
+
+    def __init__(self, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> None:
+        self.on_arrived = on_arrived
+        self.on_lost = on_lost
+        self.cached_tokens: int | None = None
+        self.placed: list[KvWanted] = []
+        self.given_up = 0
+        self.was_taken = 0
+        self.met: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        self.closed = 0
+        self.on_close: Callable[[], None] = lambda: None
+
+    async def claimed(self) -> None:
+        await asyncio.shield(self.met)
+
+    async def meeting(self) -> tuple[str, int]:
+        return await asyncio.shield(self.met)
+
+    def taken(self) -> None:
+        self.was_taken += 1
+
+    def place(self, wanted: KvWanted) -> None:
+        self.placed.append(wanted)
+
+    def give_up(self) -> None:
+        self.given_up += 1
+
+    async def close(self) -> None:
+        if not self.closed:
+            self.on_close()
+        self.closed += 1
+
+
+class FakeBorrower:
+    """A Borrower that remembers."""
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+        self.loans: list[FakeLoan] = []
+        self.declined: list[Ticket] = []
+
+    def borrow(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> FakeLoan:
+        self.tickets.append(ticket)
+        self.loans.append(FakeLoan(on_arrived, on_lost))
+        return self.loans[-1]
+
+    def decline(self, ticket: Ticket) -> None:
+        self.declined.append(ticket)
+
+
+class Bench:
+    """A worker of either role around a scripted engine, without a runtime and without a network."""
+
+    def __init__(
+        self,
+        engine: ScriptedEngine,
+        lender: FakeLender | None = None,
+        deadline_s: float = 60.0,
+        room: int = 8,
+        info: EngineInfo = SHOWS_KV,
+    ) -> None:
+        self.engine = engine
+        self.gate = Gate(room)
+        self.observer = RecordingObserver()
+        self.lender = lender or FakeLender()
+        self.borrower = FakeBorrower()
+        self.context = MemoryContext()
+        limits = Limits(flush_s=0.0, deadline_s=deadline_s, abort_s=0.2)
+        desk = Desk(self.gate, limits, self.observer, "role", lambda error: None)
+        self.prefill = PrefillHandler(engine, info, desk, self.lender)
+        self.decode = DecodeHandler(engine, info, desk, self.borrower)
+        self.trial = TrialHandler(engine, info, desk)
+
+    @property
+    def lease(self) -> FakeLease:
+        return self.lender.leases[0]
+
+    @property
+    def loan(self) -> FakeLoan:
+        return self.borrower.loans[0]
+
+    def ended(self) -> State:
+        [record] = self.observer.records
+        assert self.gate.in_flight == 0
+        return record.state
+
+    def freed(self) -> bool:
+        return {work.request_id for work in self.engine.submitted} <= set(self.engine.aborted)

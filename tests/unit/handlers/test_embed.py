@@ -1,0 +1,189 @@
+"""The embed role: what it asks of an engine, what it refuses, and how it ends early."""
+
+import asyncio
+import base64
+import struct
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    Draining,
+    EngineDead,
+    EngineFailed,
+    InvalidRequest,
+)
+from baton.handlers.embed import EmbedHandler
+from baton.protocol.embeddings import Embeddings, EmbedRequest, Texts, TokenLists
+from baton.protocol.lifecycle import State
+from baton.request.gate import Gate
+from baton.request.tracker import Desk, Limits
+from baton.testing import RecordingObserver, eventually, run_bounded
+from baton.testing.memory_runtime import MemoryContext
+from tests.unit.handlers.embed_fakes import CONTEXT, INFO, CountingEngine, LetterEncoder
+
+
+class Counter:
+    """A handler with everything around it."""
+
+    def __init__(self, engine: CountingEngine, deadline_s: float = 600.0) -> None:
+        self.gate = Gate(8)
+        self.observer = RecordingObserver()
+        self.fatal: list[BatonError] = []
+        desk = Desk(self.gate, Limits(deadline_s=deadline_s), self.observer, "embed", self.fatal.append)
+        self.handler = EmbedHandler(engine, INFO, desk, LetterEncoder())
+
+    async def embed(
+        self, source: Texts | TokenLists, dimensions: int | None = None, context: MemoryContext | None = None
+    ) -> Embeddings:
+        request = EmbedRequest(model="m", source=source, dimensions=dimensions)
+        [reply] = [reply async for reply in self.handler.embed(request, context or MemoryContext())]
+        return reply
+
+
+def numbers(vector: str) -> tuple[float, ...]:
+    data = base64.b64decode(vector)
+    return struct.unpack(f"<{len(data) // 4}f", data)
+
+
+def run_with(
+    engine: Callable[[], CountingEngine], body: Callable[[Counter], Awaitable[None]], **options: float
+) -> None:
+    async def main() -> None:
+        counter = Counter(engine(), **options)
+        await body(counter)
+        assert counter.gate.in_flight == 0
+
+    run_bounded(main())
+
+
+def test_texts_and_tokens_become_vectors_in_order_with_usage() -> None:
+    async def body(counter: Counter) -> None:
+        texts = await counter.embed(Texts(("ab", "c")))
+        assert [numbers(vector) for vector in texts.vectors] == [(2, 195, 0, 0), (1, 99, 0, 0)]
+        assert (texts.prompt_tokens, texts.model) == (3, "m")
+        tokens = await counter.embed(TokenLists(((97, 98), (99,))))
+        assert tokens.vectors == texts.vectors
+        record = counter.observer.records[0]
+        assert (record.state, record.prompt_tokens, record.role) == (State.COMPLETED, 3, "embed")
+
+    run_with(CountingEngine, body)
+
+
+def test_many_texts_are_all_embedded() -> None:
+    async def body(counter: Counter) -> None:
+        reply = await counter.embed(Texts(tuple("a" * (number % 20 + 1) for number in range(300))))
+        assert [numbers(vector)[0] for vector in reply.vectors] == [number % 20 + 1 for number in range(300)]
+
+    run_with(CountingEngine, body)
+
+
+def test_dimensions_cut_and_stretch_to_length_one() -> None:
+    async def body(counter: Counter) -> None:
+        reply = await counter.embed(TokenLists(((2, 2, 0),)), dimensions=2)  # (3, 4, 0, 0)
+        assert numbers(reply.vectors[0]) == pytest.approx((0.6, 0.8))
+        assert numbers((await counter.embed(TokenLists(((0,),)), dimensions=1)).vectors[0]) == (1.0,)
+        whole = await counter.embed(TokenLists(((2, 2, 0),)), dimensions=4)
+        assert numbers(whole.vectors[0]) == pytest.approx((0.6, 0.8, 0, 0))
+
+    run_with(CountingEngine, body)
+
+
+@pytest.mark.parametrize("dimensions", [0, -1, 5, 2**31])
+def test_dimensions_that_the_model_has_not_are_refused(dimensions: int) -> None:
+    async def body(counter: Counter) -> None:
+        with pytest.raises(InvalidRequest, match=r"dimensions.*1 and 4"):
+            await counter.embed(Texts(("a",)), dimensions=dimensions)
+        assert counter.observer.records[0].state is State.REFUSED
+
+    run_with(CountingEngine, body)
+
+
+@pytest.mark.parametrize(
+    "source", [Texts(("a", "b" * (CONTEXT + 1))), TokenLists(((1,), (1,) * (CONTEXT + 1)))], ids=["text", "tokens"]
+)
+def test_an_input_that_is_too_long_is_refused_by_its_place(source: Texts | TokenLists) -> None:
+    async def body(counter: Counter) -> None:
+        with pytest.raises(ContextTooLong, match=rf"input\[1\]: {CONTEXT + 1} tokens.*{CONTEXT}"):
+            await counter.embed(source)
+        assert counter.observer.records[0].state is State.REFUSED
+        whole = await counter.embed(Texts(("b" * CONTEXT,)))
+        assert whole.prompt_tokens == CONTEXT
+
+    run_with(CountingEngine, body)
+
+
+def test_a_text_far_back_that_is_too_long_is_refused_by_its_place() -> None:
+    async def body(counter: Counter) -> None:
+        with pytest.raises(ContextTooLong, match=r"input\[100\]"):
+            await counter.embed(Texts((*["a"] * 100, "b" * 100)))
+
+    run_with(CountingEngine, body)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "fatal"),
+    [
+        (InvalidRequest("no such token"), State.REFUSED, False),
+        (EngineFailed("ill"), State.FAILED, False),
+        (EngineDead("dead"), State.FAILED, True),
+    ],
+    ids=lambda value: getattr(value, "code", None),
+)
+def test_what_the_engine_raises_reaches_the_client(error: BatonError, state: State, fatal: bool) -> None:
+    async def body(counter: Counter) -> None:
+        with pytest.raises(type(error), match=error.message):
+            await counter.embed(Texts(("a",)))
+        assert counter.observer.records[0].state is state
+        assert bool(counter.fatal) is fatal
+
+    run_with(lambda: CountingEngine(error=error), body)
+
+
+def test_a_client_that_leaves_takes_its_work_back() -> None:
+    async def main() -> None:
+        engine = CountingEngine(gate=asyncio.Event())
+        counter, context = Counter(engine), MemoryContext()
+        call = asyncio.create_task(counter.embed(Texts(("a",)), context=context))
+        await eventually(lambda: bool(engine.embedded))
+        context.cancel()
+        with pytest.raises(Cancelled):
+            await call
+        assert engine.taken_back == 1
+        assert counter.gate.in_flight == 0
+        assert counter.observer.records[0].state is State.CANCELLED
+
+    run_bounded(main())
+
+
+def test_a_request_past_its_deadline_ends_and_takes_its_work_back() -> None:
+    async def main() -> None:
+        engine = CountingEngine(gate=asyncio.Event())
+        counter = Counter(engine, deadline_s=0.05)
+        with pytest.raises(DeadlineExceeded):
+            await counter.embed(Texts(("a",)))
+        assert engine.taken_back == 1
+        assert counter.observer.records[0].state is State.EXPIRED
+
+    run_bounded(main())
+
+
+def test_a_worker_that_leaves_lets_nobody_in_and_moves_who_is_inside() -> None:
+    async def main() -> None:
+        engine = CountingEngine(gate=asyncio.Event())
+        counter = Counter(engine)
+        call = asyncio.create_task(counter.embed(Texts(("a",))))
+        await eventually(lambda: bool(engine.embedded))
+        counter.gate.drain()
+        with pytest.raises(Draining):
+            await counter.embed(Texts(("b",)))
+        counter.gate.fire_all(Draining("this worker is shutting down"))
+        with pytest.raises(Draining):
+            await call
+        assert engine.taken_back == 1
+
+    run_bounded(main())

@@ -1,0 +1,238 @@
+"""The encode role: what it asks of an engine, what it hands on, and how long that is held."""
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    EngineDead,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    PeerLost,
+    Unsupported,
+)
+from baton.handlers.encode import EncodeHandler
+from baton.handlers.tickets import encoder_ticket
+from baton.protocol.codec import decode_request, encode_chunk
+from baton.protocol.lifecycle import State
+from baton.protocol.media import MediaFile
+from baton.protocol.outputs import Chunk, FinishReason
+from baton.protocol.requests import GenerateRequest
+from baton.request.gate import Gate
+from baton.request.tracker import Desk, Limits
+from baton.testing import RecordingObserver, eventually, run_bounded
+from baton.testing.memory_runtime import MemoryContext
+from tests.unit.handlers.handoff_fakes import FakeLender
+from tests.unit.media.media_fakes import EncodingEngine, FakeLoader
+
+PICTURES = {"image_url": [{"Url": "https://example.com/a"}, "data:,b"]}
+
+
+def request(media: Any = PICTURES, tokens: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
+    return decode_request({"token_ids": list(tokens), "multi_modal_data": media})
+
+
+class Encoder:
+    """A handler with everything around it."""
+
+    def __init__(
+        self, engine: EncodingEngine | None = None, loader: FakeLoader | None = None, deadline_s: float = 60.0
+    ) -> None:
+        self.engine = engine or EncodingEngine()
+        self.loader = loader or FakeLoader()
+        self.lender = FakeLender()
+        self.gate = Gate(4)
+        self.observer = RecordingObserver()
+        self.fatal: list[BatonError] = []
+        self.context = MemoryContext()
+        limits = Limits(deadline_s=deadline_s, abort_s=0.5)
+        desk = Desk(self.gate, limits, self.observer, "encode", self.fatal.append)
+        self.handler = EncodeHandler(self.engine, desk, self.loader, self.lender)
+
+    async def encode(self, asked: GenerateRequest | None = None) -> list[Chunk]:
+        return [chunk async for chunk in self.handler.generate(asked or request(), self.context)]
+
+    def ended(self) -> State:
+        [record] = self.observer.records
+        assert self.gate.in_flight == 0
+        return record.state
+
+
+def test_one_chunk_ends_the_answer_and_has_a_ticket_beside_the_engines_words() -> None:
+    async def body() -> None:
+        encoder = Encoder()
+        [chunk] = await encoder.encode()
+        [work] = encoder.engine.encoded
+        assert work.token_ids == (1, 2, 3)
+        assert work.media == (
+            MediaFile(modality="image", data=b"https://example.com/a", place="multi_modal_data.image_url[0]"),
+            MediaFile(modality="image", data=b"data:,b", place="multi_modal_data.image_url[1]"),
+        )
+        wire = encode_chunk(chunk)
+        assert wire["finish_reason"] == FinishReason.STOP.value, "the frontend takes the chunk that has one"
+        assert chunk.encoder_result is not None
+        ticket, params = encoder_ticket(chunk.encoder_result)
+        assert params == {"handle": str(work.request_id)}
+        assert encoder.lender.lent == [(ticket, 3)]
+        assert encoder.ended() is State.COMPLETED
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("end", ["taken", "expired", "gone"])
+def test_d16_what_was_made_outlives_the_call_and_is_freed_when_its_lease_ends(end: str) -> None:
+    async def body() -> None:
+        encoder = Encoder()
+        await encoder.encode()
+        await asyncio.sleep(0.02)
+        assert len(encoder.engine.held) == 1, "the worker that computes has not read it yet"
+        [lease] = encoder.lender.leases
+        if end == "taken":
+            lease.end.set_result(None)
+        else:
+            lease.lose(PeerLost(end))
+        await eventually(lambda: not encoder.engine.held)
+
+    run_bounded(body())
+
+
+def test_d16_a_client_that_leaves_while_media_are_fetched_leaves_nothing() -> None:
+    async def body() -> None:
+        encoder = Encoder(loader=FakeLoader(gate=asyncio.Event()))
+        call = asyncio.create_task(encoder.encode())
+        await eventually(lambda: bool(encoder.loader.named))
+        encoder.context.cancel()
+        with pytest.raises(Cancelled):
+            await call
+        assert encoder.engine.encoded == []
+        assert encoder.ended() is State.CANCELLED
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("how", ["leaves", "deadline", "shutdown", "task"])
+def test_d16_a_call_that_ends_while_the_engine_encodes_takes_the_work_back(how: str) -> None:
+    async def body() -> None:
+        encoder = Encoder(EncodingEngine(gate=asyncio.Event()), deadline_s=0.05 if how == "deadline" else 60.0)
+        call = asyncio.create_task(encoder.encode())
+        await eventually(lambda: bool(encoder.engine.encoded))
+        expected: type[BaseException] = DeadlineExceeded
+        if how == "leaves":
+            expected = Cancelled
+            encoder.context.cancel()
+        elif how == "shutdown":
+            expected = Draining
+            encoder.gate.fire_all(Draining("leaving"))
+        elif how == "task":
+            expected = asyncio.CancelledError
+            call.cancel()
+        with pytest.raises(expected):
+            await call
+        assert encoder.engine.taken_back == 1
+        assert encoder.engine.aborted == [encoder.engine.encoded[0].request_id]
+        assert encoder.lender.leases == []
+        assert encoder.gate.in_flight == 0
+
+    run_bounded(body())
+
+
+def test_d16_a_reply_that_cannot_be_sent_frees_what_was_made() -> None:
+    async def body() -> None:
+        encoder = Encoder()
+        replies = encoder.handler.generate(request(), encoder.context)
+        async with aclosing(replies):
+            await anext(replies)
+            assert len(encoder.engine.held) == 1
+        await eventually(lambda: not encoder.engine.held)
+        [lease] = encoder.lender.leases
+        assert lease.failed is not None, "who comes with the ticket is told"
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("bad"), EngineFailed("failed"), EngineDead("dead")])
+def test_d16_an_engine_that_fails_is_told_to_abort(error: BatonError) -> None:
+    async def body() -> None:
+        encoder = Encoder(EncodingEngine(error=error))
+        with pytest.raises(type(error)):
+            await encoder.encode()
+        assert len(encoder.engine.aborted) == 1
+        assert encoder.fatal == ([error] if error.scope == "worker" else [])
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "why"),
+    [
+        (request(media=None), InvalidRequest, "nothing to encode"),
+        (request(media={}), InvalidRequest, "nothing to encode"),
+        (request(media={"image_url": []}), InvalidRequest, "nothing to encode"),
+        (request(tokens=()), InvalidRequest, "token_ids"),
+        (request(media={"image_url": ["file:///etc/passwd"]}), InvalidRequest, r"image_url\[0\]: only http"),
+        (request(media={"video_url": ["https://a"]}), Unsupported, r"video_url\[0\]: this engine encodes image"),
+        (request(media={"image_url": [{"Decoded": {}}]}), Unsupported, r"image_url\[0\].*decoded"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused_before_anything_is_fetched(
+    asked: GenerateRequest, error: type[BatonError], why: str
+) -> None:
+    async def body() -> None:
+        encoder = Encoder()
+        with pytest.raises(error, match=why):
+            await encoder.encode(asked)
+        assert encoder.loader.named == []
+        assert encoder.engine.encoded == []
+        assert encoder.ended() is State.REFUSED
+
+    run_bounded(body())
+
+
+def test_media_that_cannot_be_had_never_reach_the_engine() -> None:
+    async def body() -> None:
+        encoder = Encoder(loader=FakeLoader(error=InvalidRequest("multi_modal_data.image_url[0]: not found")))
+        with pytest.raises(InvalidRequest, match="not found"):
+            await encoder.encode()
+        assert encoder.engine.encoded == []
+
+    run_bounded(body())
+
+
+def test_a_full_worker_refuses() -> None:
+    async def body() -> None:
+        encoder = Encoder(EncodingEngine(gate=asyncio.Event()))
+        calls = [asyncio.create_task(encoder.encode()) for _ in range(4)]
+        await eventually(lambda: encoder.gate.in_flight == 4)
+        with pytest.raises(Overloaded):
+            await encoder.encode()
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        assert encoder.gate.in_flight == 0
+
+    run_bounded(body())
+
+
+def test_d17_a_trial_reaches_the_engine_and_leaves_nothing() -> None:
+    async def body() -> None:
+        encoder = Encoder()
+        picture = MediaFile(modality="image", data=b"x")
+        await encoder.handler.trial((7,), picture, encoder.context)
+        assert [work.media for work in encoder.engine.encoded] == [(picture,)]
+        assert encoder.engine.held == set()
+        assert encoder.lender.leases == []
+        refusing = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
+        await refusing.handler.trial((7,), picture, refusing.context)
+        for error in (EngineFailed("ill"), EngineDead("dead")):
+            ill = Encoder(EncodingEngine(error=error))
+            with pytest.raises(type(error)):
+                await ill.handler.trial((7,), picture, ill.context)
+
+    run_bounded(body())

@@ -1,0 +1,241 @@
+"""Media on their way to an engine that computes: fetched, or on loan from an encode worker."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from baton.errors import BatonError, Cancelled, InvalidRequest, PeerLost, Unsupported
+from baton.handlers.aggregated import AggregatedHandler
+from baton.handlers.decode import DecodeHandler
+from baton.handlers.media import Intake
+from baton.handlers.prefill import PrefillHandler
+from baton.handlers.tickets import params_of
+from baton.ports.engine import Capabilities, HandoffStyle
+from baton.protocol.codec import decode_request, encode_request
+from baton.protocol.handoff import Consume, Ticket
+from baton.protocol.media import MediaFile, MediaHandles
+from baton.protocol.outputs import Chunk, Finished, FinishReason, HandoffReady, TokenDelta
+from baton.protocol.requests import GenerateRequest
+from baton.request.gate import Gate
+from baton.request.tracker import Desk, Limits
+from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded
+from baton.testing.fakes import SCRIPTED_INFO, Script
+from baton.testing.memory_runtime import MemoryContext
+from tests.unit.handlers.handoff_fakes import Bench, FakeBorrower, FakeLender
+from tests.unit.media.media_fakes import FakeLoader
+
+TICKET = Ticket(host="10.0.0.1", port=4000, room=5, secret=b"\x01\x02")
+RESULT = params_of(TICKET, {"handle": "h"})
+ONE: Script = [TokenDelta([9]), Finished(FinishReason.LENGTH)]
+READS = Capabilities(media_handles=True, handoff=HandoffStyle.LATE)
+SEES = Capabilities(modalities=frozenset({"text", "image"}), handoff=HandoffStyle.LATE)
+URLS = {"image_url": ["https://example.com/a.png"]}
+
+
+def request(**more: Any) -> GenerateRequest:
+    return decode_request({"token_ids": [1, 2, 3], "stop_conditions": {"max_tokens": 1}, **more})
+
+
+class House:
+    """Handlers of every role that computes, around one engine, with an intake."""
+
+    def __init__(self, script: Script = ONE, can: Capabilities = READS, loader: FakeLoader | None = None) -> None:
+        self.engine = ScriptedEngine(script, capabilities=can)
+        self.borrower = FakeBorrower()
+        self.loader = loader or FakeLoader()
+        self.lender = FakeLender()
+        self.gate = Gate(8)
+        self.context = MemoryContext()
+        desk = Desk(self.gate, Limits(flush_s=0.0, abort_s=0.5), RecordingObserver(), "role", lambda error: None)
+        intake = Intake(self.loader, self.borrower)
+        self.aggregated = AggregatedHandler(self.engine, SCRIPTED_INFO, desk, intake)
+        self.prefill = PrefillHandler(self.engine, SCRIPTED_INFO, desk, self.lender, intake)
+        self.decode = DecodeHandler(self.engine, SCRIPTED_INFO, desk, self.borrower, intake)
+
+    async def compute(self, asked: GenerateRequest) -> list[Chunk]:
+        return await collect(self.aggregated.generate(asked, self.context))
+
+
+async def collect(chunks: AsyncGenerator[Chunk, None]) -> list[Chunk]:
+    return [chunk async for chunk in chunks]
+
+
+def test_media_of_a_request_are_fetched_for_an_engine_that_sees() -> None:
+    async def body() -> None:
+        house = House(can=SEES)
+        await house.compute(request(multi_modal_data=URLS))
+        [work] = house.engine.submitted
+        place = "multi_modal_data.image_url[0]"
+        assert work.media == (MediaFile(modality="image", data=b"https://example.com/a.png", place=place),)
+        await house.compute(request())
+        assert len(house.loader.named) == 1, "text is not held up"
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(
+    ("asked", "can", "error", "why"),
+    [
+        (request(multi_modal_data=URLS), Capabilities(), Unsupported, r"multi_modal_data\.image_url: .*text only"),
+        (request(multi_modal_data={"video_url": ["https://a"]}), SEES, Unsupported, r"multi_modal_data\.video_url"),
+        (request(multi_modal_data=URLS), READS, Unsupported, "none has encoded them"),
+        (request(multi_modal_data={"image_url": ["file:///x"]}), SEES, InvalidRequest, "only http"),
+        (request(encoder_result=RESULT), SEES, Unsupported, "encoder_result: this engine"),
+        (request(encoder_result={}), READS, InvalidRequest, "encoder_result.*ticket"),
+        (request(encoder_result={"ticket": {"host": "a"}}), READS, InvalidRequest, "encoder_result"),
+    ],
+)
+def test_what_the_engine_cannot_take_is_refused_by_name_before_anything_is_fetched(
+    asked: GenerateRequest, can: Capabilities, error: type[BatonError], why: str
+) -> None:
+    async def body() -> None:
+        house = House(can=can)
+        with pytest.raises(error, match=why) as refusal:
+            await house.compute(asked)
+        assert refusal.value.status == 400
+        assert house.loader.named == []
+        assert house.borrower.tickets == []
+        assert house.engine.submitted == []
+
+    run_bounded(body())
+
+
+def test_handles_reach_the_engine_once_the_room_is_ours_and_are_told_as_used() -> None:
+    async def body() -> None:
+        first = asyncio.Event()
+        house = House([first, *ONE])
+        answer = asyncio.create_task(house.compute(request(encoder_result=RESULT, multi_modal_data=URLS)))
+        await eventually(lambda: bool(house.borrower.loans))
+        [loan] = house.borrower.loans
+        assert house.borrower.tickets == [TICKET]
+        await asyncio.sleep(0.02)
+        assert house.engine.submitted == [], "until it is claimed, it may have been freed"
+        loan.met.set_result(("", 0))
+        await eventually(lambda: bool(house.engine.submitted))
+        assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
+        assert house.loader.named == [], "nothing is fetched a second time"
+        assert loan.was_taken == 0
+        first.set()
+        await answer
+        assert loan.was_taken >= 1
+        assert loan.closed >= 1
+
+    run_bounded(body())
+
+
+def test_d16_a_request_that_loses_what_was_encoded_for_it_moves() -> None:
+    async def body() -> None:
+        house = House([asyncio.Event()])
+        answer = asyncio.create_task(house.compute(request(encoder_result=RESULT)))
+        await eventually(lambda: bool(house.borrower.loans))
+        [loan] = house.borrower.loans
+        loan.met.set_result(("", 0))
+        await eventually(lambda: bool(house.engine.submitted))
+        loan.on_lost(PeerLost("the line went dead"))
+        with pytest.raises(PeerLost, match=r"encode worker.*the line went dead") as loss:
+            await answer
+        assert loss.value.retryable
+        assert house.engine.aborted == [house.engine.submitted[0].request_id]
+        assert loan.closed >= 1
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_d16_a_client_that_leaves_gives_the_loan_back(claimed: bool) -> None:
+    async def body() -> None:
+        house = House([asyncio.Event()])
+        answer = asyncio.create_task(house.compute(request(encoder_result=RESULT)))
+        await eventually(lambda: bool(house.borrower.loans))
+        [loan] = house.borrower.loans
+        if claimed:
+            loan.met.set_result(("", 0))
+            await eventually(lambda: bool(house.engine.submitted))
+        house.context.cancel()
+        with pytest.raises(Cancelled):
+            await answer
+        assert loan.was_taken == 0
+        assert loan.closed >= 1
+        assert house.gate.in_flight == 0
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_prefill_keeps_media_on_loan_as_long_as_its_own_kv(taken: bool) -> None:
+    async def body() -> None:
+        house = House([HandoffReady({"kv": 1}), *ONE])
+        answer = asyncio.create_task(collect(house.prefill.generate(request(encoder_result=RESULT), house.context)))
+        await eventually(lambda: bool(house.borrower.loans))
+        [loan] = house.borrower.loans
+        loan.met.set_result(("", 0))
+        await answer
+        assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
+        await asyncio.sleep(0.02)
+        assert (loan.was_taken, loan.closed) == (0, 0), "the decode may need some of them"
+        [lease] = house.lender.leases
+        if taken:
+            lease.end.set_result(None)
+        else:
+            lease.lose(PeerLost("nobody came"))
+        await eventually(lambda: loan.closed >= 1)
+        assert loan.was_taken == (1 if taken else 0)
+        assert house.engine.aborted == [house.engine.submitted[0].request_id]
+
+    run_bounded(body())
+
+
+def test_a_prefill_that_fails_gives_the_loan_back() -> None:
+    async def body() -> None:
+        house = House([PeerLost("lost")])
+        answer = asyncio.create_task(collect(house.prefill.generate(request(encoder_result=RESULT), house.context)))
+        await eventually(lambda: bool(house.borrower.loans))
+        [loan] = house.borrower.loans
+        loan.met.set_result(("", 0))
+        with pytest.raises(PeerLost):
+            await answer
+        assert (loan.was_taken, loan.closed >= 1) == (0, True)
+
+    run_bounded(body())
+
+
+def test_d27_a_decode_does_not_fetch_what_is_in_the_kv_already() -> None:
+    async def body() -> None:
+        house = House()
+        late = params_of(Ticket(host="10.0.0.2", port=1, room=2, secret=b"x"), {"kv": 1})
+        asked = request(encoder_result=RESULT, multi_modal_data=URLS, prefill_result={"disaggregated_params": late})
+        await collect(house.decode.generate(asked, house.context))
+        [work] = house.engine.submitted
+        assert isinstance(work.handoff, Consume)
+        assert work.media == ()
+        assert house.loader.named == []
+        assert [ticket.host for ticket in house.borrower.tickets] == ["10.0.0.2"], "only the prefill's room is claimed"
+
+    run_bounded(body())
+
+
+def test_a_decode_that_computes_by_itself_takes_media_like_any_other() -> None:
+    async def body() -> None:
+        house = House()
+        answer = asyncio.create_task(collect(house.decode.generate(request(encoder_result=RESULT), house.context)))
+        await eventually(lambda: bool(house.borrower.loans))
+        house.borrower.loans[0].met.set_result(("", 0))
+        await answer
+        assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
+
+    run_bounded(body())
+
+
+def test_a_handler_without_an_intake_takes_text() -> None:
+    async def body() -> None:
+        bench = Bench(ScriptedEngine(ONE, capabilities=SEES))
+        with pytest.raises(Unsupported, match="fetches no media"):
+            await collect(bench.decode.generate(request(multi_modal_data=URLS), bench.context))
+
+    run_bounded(body())
+
+
+def test_the_encoders_result_is_not_lost_when_a_request_is_forwarded() -> None:
+    assert encode_request(request(encoder_result=RESULT))["encoder_result"] == RESULT

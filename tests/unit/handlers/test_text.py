@@ -1,0 +1,330 @@
+"""Text in, text out: template, tokens, stop strings and usage on the worker's side."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.config.engines import EchoOptions
+from baton.engines.echo import EchoEngine
+from baton.engines.echo.engine import MODEL_DIR
+from baton.errors import BatonError, Cancelled, ContextTooLong, InvalidRequest, Unsupported
+from baton.handlers.text import TextHandler
+from baton.models.tokenizer import HubTokenizer
+from baton.ports.engine import Capabilities
+from baton.ports.tokenizer import Tokenizer
+from baton.protocol.codec import DecodeError
+from baton.protocol.lifecycle import State
+from baton.protocol.outputs import Finished, FinishReason, TokenDelta
+from baton.protocol.text import decode_text, encode_text
+from baton.request.gate import Gate
+from baton.request.tracker import Desk, Limits
+from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded, running
+from baton.testing.bounded import measure_lag
+from baton.testing.fakes import SCRIPTED_INFO, Step
+from baton.testing.memory_runtime import MemoryContext
+
+INFO = msgspec.structs.replace(SCRIPTED_INFO, context_length=4096)
+
+
+class Letters:
+    """A tokenizer with one token for each letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decoder(self) -> "Letters":
+        return self
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def render_chat(self, messages: Sequence[dict[str, object]]) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+def say(text: str, index: int = 0) -> list[Step]:
+    """A script that says `text` letter by letter."""
+    return [TokenDelta([ord(letter)], index) for letter in text]
+
+
+class Desktop:
+    """A text worker around an engine, without a runtime."""
+
+    def __init__(self, engine: Any, info: Any = INFO, tokenizer: Tokenizer | None = None) -> None:
+        self.engine = engine
+        self.observer = RecordingObserver()
+        self.gate = Gate(4)
+        self.context = MemoryContext("me")
+        desk = Desk(self.gate, Limits(flush_s=0.0), self.observer, "aggregated", lambda error: None)
+        self.handler = TextHandler(engine, info, desk, tokenizer or Letters())
+
+    async def chunks(self, **body: Any) -> list[dict[str, Any]]:
+        async with aclosing(self.handler.generate(decode_text(body), self.context)) as chunks:
+            return [encode_text(chunk) async for chunk in chunks]
+
+
+def answer(script: list[Step], can: Capabilities | None = None, **body: Any) -> list[dict[str, Any]]:
+    """Return the chunks that a body gets from an engine that plays `script`."""
+    body.setdefault("model", "m")
+    if "messages" not in body:
+        body.setdefault("prompt", "hi")
+    return run_bounded(Desktop(ScriptedEngine(script, capabilities=can)).chunks(**body))
+
+
+def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+
+
+def reasons(chunks: list[dict[str, Any]]) -> list[str | None]:
+    return [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+
+
+END = Finished(FinishReason.EOS)
+
+
+def test_a_completion_answers_with_text_and_then_its_usage() -> None:
+    chunks = answer([*say("hello"), END])
+    assert text_of(chunks) == "hello"
+    assert reasons(chunks)[-1] == "stop"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["prompt_tokens"] == 2
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+    assert chunks[-1]["usage"]["total_tokens"] == 7
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert {chunk["id"] for chunk in chunks} == {"cmpl-me"}
+
+
+def test_a_chat_goes_through_the_template_and_names_its_role_once() -> None:
+    engine = ScriptedEngine([*say("a"), 0.01, *say("b"), 0.01, END])
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    chunks = run_bounded(Desktop(engine).chunks(model="m", messages=messages, stream=True))
+    assert "".join(map(chr, engine.submitted[0].token_ids)) == "<system>S<user>U"
+    assert text_of(chunks) == "ab"
+    roles = [choice["delta"].get("role") for chunk in chunks for choice in chunk["choices"]]
+    assert roles == ["assistant", None, None]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({}, True),
+        ({"stream": False}, True),
+        ({"stream": True}, False),
+        ({"stream": True, "stream_options": {"include_usage": True}}, True),
+        ({"stream": True, "stream_options": {"include_usage": False}}, False),
+    ],
+)
+def test_usage_is_told_unless_a_stream_has_not_asked_for_it(body: dict[str, Any], told: bool) -> None:
+    chunks = answer([*say("a"), END], **body)
+    assert any("usage" in chunk for chunk in chunks) is told
+
+
+def test_a_stop_string_ends_the_answer_and_is_not_shown() -> None:
+    engine = ScriptedEngine(say("one END two"))
+    desktop = Desktop(engine)
+    chunks = run_bounded(desktop.chunks(model="m", prompt="hi", stop=["END", "never"]))
+    assert text_of(chunks) == "one "
+    assert reasons(chunks)[-1] == "stop"
+    assert chunks[-1]["usage"]["completion_tokens"] == len("one END")
+    assert engine.aborted == [engine.submitted[0].request_id]
+    assert [record.state for record in desktop.observer.records] == [State.COMPLETED]
+
+
+def test_text_that_only_looked_like_a_stop_string_is_shown_at_the_end() -> None:
+    chunks = answer([*say("the EN"), END], stop="END")
+    assert text_of(chunks) == "the EN"
+
+
+def test_choices_stop_each_for_itself() -> None:
+    script = [*say("abX", 0), *say("abc", 1), 0.01, *say("dX", 1), 0.01, *say("more", 0)]
+    chunks = answer(script, Capabilities(max_choices=2), n=2, stop="X")
+    assert [text_of(chunks, index) for index in (0, 1)] == ["ab", "abcd"]
+    assert reasons(chunks).count("stop") == 2
+    assert sum("usage" in chunk for chunk in chunks) == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "openai"),
+    [
+        (FinishReason.EOS, "stop"),
+        (FinishReason.STOP, "stop"),
+        (FinishReason.LENGTH, "length"),
+        (FinishReason.CONTENT_FILTER, "content_filter"),
+    ],
+)
+def test_finish_reasons_are_openais(reason: FinishReason, openai: str) -> None:
+    assert reasons(answer([*say("a"), Finished(reason)]))[-1] == openai
+
+
+def test_options_reach_the_engine() -> None:
+    engine = ScriptedEngine([END])
+    body = {"max_tokens": 9, "temperature": 0.5, "seed": 3, "top_k": 4, "min_p": 0.1, "presence_penalty": 1.0}
+    run_bounded(Desktop(engine).chunks(model="m", prompt="hi", min_tokens=2, ignore_eos=True, **body))
+    [work] = engine.submitted
+    assert (work.max_tokens, work.stop.min_tokens, work.stop.ignore_eos) == (9, 2, True)
+    assert (work.sampling.temperature, work.sampling.seed, work.sampling.top_k) == (0.5, 3, 4)
+    assert (work.sampling.min_p, work.sampling.presence_penalty) == (0.1, 1.0)
+
+
+def test_max_completion_tokens_comes_before_max_tokens() -> None:
+    engine = ScriptedEngine([END])
+    run_bounded(Desktop(engine).chunks(model="m", prompt="hi", max_tokens=9, max_completion_tokens=4))
+    assert engine.submitted[0].max_tokens == 4
+
+
+@pytest.mark.parametrize("prompt", ["hi", ["hi"], [104, 105]])
+def test_a_prompt_is_one_text_or_one_list_of_tokens(prompt: object) -> None:
+    engine = ScriptedEngine([END])
+    run_bounded(Desktop(engine).chunks(model="m", prompt=prompt))
+    assert engine.submitted[0].token_ids == (104, 105)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "field"),
+    [
+        ({"prompt": ""}, InvalidRequest, "prompt"),
+        ({"prompt": []}, InvalidRequest, "prompt"),
+        ({"prompt": ["a", "b"]}, InvalidRequest, "prompt"),
+        ({"prompt": [1, "b"]}, InvalidRequest, "prompt"),
+        ({"prompt": [-1]}, InvalidRequest, "prompt"),
+        ({"messages": []}, InvalidRequest, "messages"),
+        ({"prompt": "hi", "logprobs": 1}, Unsupported, "logprobs"),
+        ({"prompt": "hi", "logprobs": True}, Unsupported, "logprobs"),
+        ({"prompt": "hi", "tools": [{}]}, Unsupported, "tools"),
+        ({"prompt": "hi", "response_format": {"type": "json_object"}}, Unsupported, "response_format"),
+        ({"prompt": "hi", "logit_bias": {"5": 1.0}}, Unsupported, "logit_bias"),
+        ({"prompt": "hi", "n": 2}, Unsupported, "n:"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(body: dict[str, Any], error: type[BatonError], field: str) -> None:
+    engine = ScriptedEngine([END])
+    desktop = Desktop(engine)
+    with pytest.raises(error) as refusal:
+        run_bounded(desktop.chunks(model="m", **body))
+    assert field in refusal.value.message
+    assert engine.submitted == []
+    assert [record.state for record in desktop.observer.records] == [State.REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": "hi"}, "model"),
+        ({"model": "m"}, "messages"),
+        ({"model": "m", "prompt": "hi", "messages": []}, "messages"),
+        ({"model": "m", "prompt": {}}, "prompt"),
+        ({"model": "m", "prompt": "hi", "max_tokens": 0}, "max_tokens"),
+        ({"model": "m", "prompt": "hi", "temperature": "hot"}, "temperature"),
+        ({"model": "m", "messages": "hi"}, "messages"),
+    ],
+)
+def test_a_body_that_does_not_decode_names_the_field(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(DecodeError, match=field):
+        decode_text(body)
+
+
+@pytest.mark.parametrize("body", [None, [], "text", 5])
+def test_a_body_that_is_no_object_is_refused(body: object) -> None:
+    with pytest.raises(DecodeError, match="Expected `object`"):
+        decode_text(body)
+
+
+def test_empty_stop_strings_are_ignored() -> None:
+    assert text_of(answer([*say("abc"), END], stop=["", ""])) == "abc"
+    assert text_of(answer([*say("abc"), END], stop="")) == "abc"
+
+
+def test_a_client_that_leaves_aborts_the_answer() -> None:
+    async def body() -> None:
+        engine = ScriptedEngine(say("a"))
+        desktop = Desktop(engine)
+        reading = asyncio.create_task(desktop.chunks(model="m", prompt="hi"))
+        await eventually(lambda: len(engine.submitted) == 1)
+        desktop.context.cancel()
+        with pytest.raises(Cancelled):
+            await reading
+        assert engine.aborted == [engine.submitted[0].request_id]
+        assert desktop.gate.in_flight == 0
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve ☃ snow", "👩‍👩‍👧 family", "🎉" * 5])
+def test_the_bundled_tokenizer_brings_any_text_back_whole(text: str) -> None:
+    async def body() -> None:
+        engine = EchoEngine()
+        async with running(engine) as info:
+            desktop = Desktop(engine, info, HubTokenizer(MODEL_DIR))
+            chunks = await desktop.chunks(model="echo", prompt=text)
+            assert text_of(chunks) == text
+            assert "\ufffd" not in "".join(json.dumps(chunk, ensure_ascii=False) for chunk in chunks)
+
+    run_bounded(body())
+
+
+def test_the_event_loop_turns_while_a_long_text_becomes_tokens() -> None:
+    async def body() -> None:
+        engine, clock = EchoEngine(EchoOptions(context=1000)), asyncio.get_running_loop().time
+        async with running(engine) as info:
+            desktop = Desktop(engine, info, HubTokenizer(MODEL_DIR))
+            measuring, begun = asyncio.create_task(measure_lag()), clock()
+            with pytest.raises(ContextTooLong):
+                await desktop.chunks(model="echo", prompt="as long as a book " * 200_000)
+            took = clock() - begun
+            measuring.cancel()
+            assert await measuring < took / 2
+
+    run_bounded(body(), 60)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        [{"content": "hi"}],
+        [{}],
+    ],
+)
+def test_messages_of_any_shape_are_answered_or_refused_as_the_clients_mistake(messages: list[dict[str, Any]]) -> None:
+    async def body() -> None:
+        engine = EchoEngine()
+        async with running(engine) as info:
+            desktop = Desktop(engine, info, HubTokenizer(MODEL_DIR))
+            with suppress(InvalidRequest):
+                await desktop.chunks(model="echo", messages=messages)
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('only one turn') }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ messages[5]['content']['text'] }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% for i in range(99999999) %}{{ 1 // 0 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_fails_on_the_messages_is_the_clients_mistake(template: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((MODEL_DIR / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(InvalidRequest, match="messages"):
+        HubTokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((MODEL_DIR / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        HubTokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}])

@@ -1,0 +1,222 @@
+"""Prefill and decode workers in one process: what they serve, how they are announced, and how they leave."""
+
+import asyncio
+import ctypes
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from baton.config.settings import Settings
+from baton.config.transfer import TransferOptions
+from baton.errors import BatonError, ConfigError
+from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
+from baton.ports.runtime import ModelCard
+from baton.ports.transfer import KvMemory, KvShape
+from baton.process.roles import role_of
+from baton.process.worker import Worker
+from baton.protocol.events import LoadSnapshot
+from baton.protocol.handoff import Trial
+from baton.protocol.outputs import Finished, FinishReason, KvComputed, TokenDelta
+from baton.testing import Script, ScriptedEngine, eventually, run_bounded
+from baton.testing.fakes import SCRIPTED_INFO
+from baton.testing.memory_runtime import MemoryRuntime
+
+SHAPE = KvShape(model="tiny", dtype="float32", layers=1, kv_heads=1, head_dim=4, block_size=16)
+COMPUTED: Script = [KvComputed((0,), complete=True), TokenDelta([1]), Finished(FinishReason.LENGTH)]
+WELL: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
+EARLY = Capabilities(handoff=HandoffStyle.EARLY)
+Role = Literal["prefill", "decode"]
+
+
+class House:
+    """A worker of one role that runs, on a runtime that may be shared."""
+
+    def __init__(self, role: Role, runtime: MemoryRuntime, shape: KvShape = SHAPE, **settings: Any) -> None:
+        self._bytes = ctypes.create_string_buffer(2 * 8 * 256)
+        memory = KvMemory(
+            shape=shape,
+            address=ctypes.addressof(self._bytes),
+            planes=2,
+            plane_bytes=8 * 256,
+            block_bytes=256,
+            blocks=8,
+        )
+        info: EngineInfo = msgspec.structs.replace(SCRIPTED_INFO, kv=memory)
+        self.engine = ScriptedEngine(COMPUTED if role == "prefill" else WELL, capabilities=EARLY, info=info)
+        self.runtime = runtime
+        self.role = role
+        self.stop = asyncio.Event()
+        self.ready = asyncio.Event()
+        self.worker = Worker(msgspec.structs.replace(Settings(role=role), **settings), self.engine, runtime)
+
+    async def run(self) -> None:
+        await self.worker.run(self.stop, self.ready.set)
+
+    @property
+    def card(self) -> ModelCard:
+        [endpoint] = self.runtime.endpoints[f"baton.{self.role}.generate"]
+        assert endpoint.card is not None
+        return endpoint.card
+
+    async def call(self, **request: Any) -> list[dict[str, Any]]:
+        client = await self.runtime.client(f"baton.{self.role}.generate")
+        async with aclosing(client.call({"token_ids": [1, 2, 3], **request})) as replies:
+            return [reply async for reply in replies]
+
+    def metric(self, start: str) -> float:
+        lines = self.worker.observed.render().splitlines()
+        [line] = [line for line in lines if line.startswith(start)]
+        return float(line.split()[-1])
+
+
+@asynccontextmanager
+async def living(role: Role, runtime: MemoryRuntime | None = None, **settings: Any) -> AsyncIterator[House]:
+    house = House(role, runtime or MemoryRuntime(), **settings)
+    running = asyncio.create_task(house.run())
+    ready = asyncio.create_task(house.ready.wait())
+    await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield house
+    finally:
+        house.stop.set()
+        await running
+
+
+def listens(address: tuple[str | None, int | None]) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((str(address[0]), int(address[1] or 0))) == 0
+
+
+def test_a_prefill_worker_is_announced_as_one() -> None:
+    async def body() -> None:
+        async with living("prefill") as house:
+            card = house.card
+            assert (card.worker_type, card.surfaces, card.needs) == ("prefill", {"prefill"}, (("decode",),))
+            assert card.kv_events
+            assert listens((card.handoff_host, card.handoff_port))
+            assert house.engine.submitted[0].handoff is not None
+        assert not listens((card.handoff_host, card.handoff_port)), "it no longer lends anything"
+
+    run_bounded(body())
+
+
+def test_a_decode_worker_is_announced_as_one() -> None:
+    async def body() -> None:
+        async with living("decode") as house:
+            card = house.card
+            assert (card.worker_type, card.surfaces) == ("decode", {"chat", "completions"})
+            assert (card.needs, card.handoff_port, card.kv_events) == ((("prefill",),), None, False)
+            assert [reply["token_ids"] for reply in await house.call()] == [[1]], (
+                "without a hand-off it computes itself"
+            )
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(("style", "told"), [("auto", True), ("early", True), ("late", False)])
+def test_the_address_is_told_only_when_the_hand_off_is_early(style: Any, told: bool) -> None:
+    async def body() -> None:
+        async with living("prefill", transfer=TransferOptions(handoff=style)) as house:
+            assert (house.card.handoff_host is not None) is told
+            assert (house.card.handoff_port is not None) is told
+
+    run_bounded(body())
+
+
+def test_workers_whose_kv_is_not_alike_do_not_start() -> None:
+    async def body() -> None:
+        runtime = MemoryRuntime()
+        other = msgspec.structs.replace(SHAPE, block_size=32)
+        async with living("prefill", runtime):
+            late = House("decode", runtime, other)
+            with pytest.raises(ConfigError, match="32 tokens, those of the prefill workers 16"):
+                await late.run()
+            assert "baton.decode.generate" not in runtime.endpoints, "it has never been found"
+
+    run_bounded(body())
+
+
+def test_a_prefill_worker_that_leaves_waits_for_its_open_rooms() -> None:
+    async def body() -> None:
+        async with living("prefill", drain_s=1.0, transfer=TransferOptions(handoff="late")) as house:
+            await house.call()
+            assert house.metric('baton_rooms{state="offered"}') == 1
+            assert house.worker.gate.in_flight == 0
+            house.stop.set()
+            left = time.monotonic()
+        assert 0.9 < time.monotonic() - left < 5, "it waited for drain_s, and not for longer"
+        assert house.metric('baton_rooms_total{end="failed"}') == 1
+        await eventually(lambda: house.engine.submitted[-1].request_id in house.engine.aborted)
+
+    run_bounded(body())
+
+
+def test_load_is_told_to_routers_for_every_role() -> None:
+    async def body() -> None:
+        house = House("decode", MemoryRuntime())
+        load = LoadSnapshot(running=1, waiting=0, used_blocks=3, total_blocks=8)
+        house.engine.readings_to_give.append(load)
+        running = asyncio.create_task(house.run())
+        await house.ready.wait()
+        [endpoint] = house.runtime.endpoints["baton.decode.generate"]
+        await eventually(lambda: endpoint.told == [load])
+        house.stop.set()
+        await running
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(
+    ("role", "can", "named"),
+    [
+        ("prefill", Capabilities(), "cannot hand KV"),
+        ("decode", Capabilities(), "cannot hand KV"),
+        ("decode", Capabilities(generate=False, embeddings=True), "cannot fill the role decode"),
+        ("embed", Capabilities(), "cannot fill the role embed"),
+    ],
+)
+def test_an_engine_that_cannot_fill_the_role_is_refused(role: Any, can: Capabilities, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        role_of(Settings(role=role), can)
+
+
+def moving(role: Role, engine: ScriptedEngine, handoff: str = "auto") -> House:
+    """Return a worker whose engine moves KV by itself."""
+    house = House(role, MemoryRuntime())
+    house.engine = engine
+    settings = Settings(role=role, transfer=TransferOptions(handoff=handoff))  # type: ignore[arg-type]
+    house.worker = Worker(settings, engine, house.runtime)
+    return house
+
+
+@pytest.mark.parametrize(("style", "told"), [(HandoffStyle.EARLY, True), (HandoffStyle.LATE, False)])
+def test_an_engine_that_moves_kv_by_itself_has_rooms_too(style: HandoffStyle, told: bool) -> None:
+    async def body() -> None:
+        info = msgspec.structs.replace(SCRIPTED_INFO, handoff_host="10.0.0.9", handoff_port=8998)
+        engine = ScriptedEngine(WELL, capabilities=Capabilities(handoff=style), info=info)
+        house = moving("prefill", engine)
+        running = asyncio.create_task(house.run())
+        await house.ready.wait()
+        assert isinstance(engine.submitted[0].handoff, Trial)
+        assert house.card.handoff_port != 8998, "decode workers come to the room, and are sent on from there"
+        assert (house.card.handoff_port is not None) is told
+        house.stop.set()
+        await running
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(("style", "asked"), [(HandoffStyle.EARLY, "late"), (HandoffStyle.LATE, "early")])
+def test_an_engine_that_moves_kv_by_itself_has_one_style(style: HandoffStyle, asked: str) -> None:
+    async def body() -> BatonError:
+        house = moving("prefill", ScriptedEngine(WELL, capabilities=Capabilities(handoff=style)), asked)
+        with pytest.raises(ConfigError) as refused:
+            await house.run()
+        return refused.value
+
+    assert f"drop --transfer-handoff {asked}" in run_bounded(body()).message

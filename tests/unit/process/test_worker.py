@@ -1,0 +1,405 @@
+"""A whole worker in one process: it starts, serves, watches itself, drains and ends for the right reason."""
+
+import asyncio
+import gc
+import socket
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.config.settings import Settings
+from baton.engines.echo import EchoEngine, EchoOptions
+from baton.engines.registry import prepare_model
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    Draining,
+    EngineDead,
+    EngineFailed,
+    EngineStalled,
+    InvalidRequest,
+    Overloaded,
+    PeerLost,
+)
+from baton.ports.engine import Capabilities, Engine, EngineInfo
+from baton.process.worker import Worker
+from baton.protocol.commands import Continue, Outcome, Pause
+from baton.protocol.outputs import Finished, FinishReason, TokenDelta
+from baton.testing import Script, ScriptedEngine, eventually, run_bounded
+from baton.testing.memory_runtime import MemoryClient, MemoryEndpoint, MemoryRuntime
+
+PATH = "baton.worker.generate"
+WELL: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
+PAUSED, CONTINUED = Outcome(message="paused", paused=True), Outcome(message="continued", paused=False)
+
+
+class House:
+    """A worker that runs, with everything around it."""
+
+    def __init__(self, engine: Engine, **settings: Any) -> None:
+        self.engine = engine
+        self.runtime = MemoryRuntime()
+        self.stop = asyncio.Event()
+        self.ready = asyncio.Event()
+        self.worker = Worker(msgspec.structs.replace(Settings(), **settings), engine, self.runtime)
+
+    async def run(self) -> None:
+        await self.worker.run(self.stop, self.ready.set)
+
+    @property
+    def endpoint(self) -> MemoryEndpoint:
+        [endpoint] = self.runtime.endpoints[PATH]
+        return endpoint
+
+    async def client(self) -> MemoryClient:
+        return await self.runtime.client(PATH)
+
+    async def call(self, text: str = "hello", **options: Any) -> list[dict[str, Any]]:
+        request: dict[str, Any] = {"token_ids": list(text.encode()), "stop_conditions": options}
+        async with aclosing((await self.client()).call(request)) as replies:
+            return [reply async for reply in replies]
+
+    def metric(self, name: str) -> float:
+        [line] = [line for line in self.worker.observed.render().splitlines() if line.startswith(name)]
+        return float(line.split()[-1])
+
+
+@asynccontextmanager
+async def living(engine: Engine, **settings: Any) -> AsyncIterator[House]:
+    """Run a worker until the end of the block, and see that it ends well."""
+    house = House(engine, **settings)
+    running = asyncio.create_task(house.run())
+    await asyncio.wait([running, asyncio.create_task(house.ready.wait())], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield house
+    finally:
+        house.stop.set()
+        await running
+
+
+async def last_words(house: House) -> BatonError:
+    """Run a worker until it fails, and return what it fails with."""
+    with pytest.raises(BatonError) as failure:
+        await house.run()
+    assert not house.worker.health().ready
+    with pytest.raises(PeerLost):
+        await house.call()
+    return failure.value
+
+
+def tokens_of(replies: list[dict[str, Any]]) -> bytes:
+    return bytes(token for reply in replies for token in reply["token_ids"])
+
+
+def test_a_worker_serves_what_it_announces() -> None:
+    async def body() -> None:
+        async with living(EchoEngine(EchoOptions(context=64, blocks=32, max_running=3))) as house:
+            assert house.worker.health().ready
+            card = house.endpoint.card
+            assert card is not None
+            assert (card.name, card.accepts, card.context_length) == ("echo", "tokens", 64)
+            assert (card.total_blocks, card.max_running, card.block_size) == (32, 3, 16)
+            replies = await house.call("hello")
+            assert tokens_of(replies) == b"hello"
+            assert replies[-1]["finish_reason"] == "eos"
+            assert replies[-1]["completion_usage"]["total_tokens"] == 10
+        assert not house.worker.health().ready
+
+    run_bounded(body())
+
+
+def test_a_worker_that_accepts_text_serves_text() -> None:
+    async def body() -> None:
+        async with living(EchoEngine(), accepts="text") as house:
+            assert house.endpoint.card is not None
+            assert house.endpoint.card.accepts == "text"
+            client = await house.client()
+            replies = [reply async for reply in client.call({"model": "echo", "prompt": "hello"})]
+            assert replies[0]["object"] == "text_completion"
+
+    run_bounded(body())
+
+
+def test_a_bad_request_never_harms_a_worker() -> None:
+    async def body() -> None:
+        async with living(EchoEngine(EchoOptions(context=64, faults=True))) as house:
+            for prompt in ([], [300], [1] * 64, "x", None):
+                with pytest.raises(InvalidRequest):
+                    await anext((await house.client()).call({"token_ids": prompt}))
+            with pytest.raises(InvalidRequest):
+                await house.call("[[refuse]]")
+            with pytest.raises(EngineFailed):
+                await house.call("[[fail:3]]")
+            assert tokens_of(await house.call("fine")) == b"fine"
+
+    run_bounded(body())
+
+
+def test_more_requests_than_the_limit_are_refused() -> None:
+    async def body() -> None:
+        async with living(EchoEngine(EchoOptions(pace_ms=5)), max_in_flight=1, drain_s=0.01) as house:
+            async with aclosing((await house.client()).call({"token_ids": [1] * 1000})) as first:
+                await anext(first)
+                with pytest.raises(Overloaded):
+                    await house.call()
+            await eventually(lambda: house.worker.gate.in_flight == 0)
+            assert tokens_of(await house.call("ok")) == b"ok"
+
+    run_bounded(body())
+
+
+def test_a_client_that_leaves_frees_every_block() -> None:
+    async def body() -> None:
+        async with living(EchoEngine(EchoOptions(pace_ms=1))) as house:
+            async with aclosing((await house.client()).call({"token_ids": [1] * 4000})) as replies:
+                await anext(replies)
+                await eventually(lambda: house.metric('baton_engine_blocks{use="used"}') > 0)
+                assert house.metric("baton_in_flight") == 1
+            await eventually(lambda: house.metric('baton_engine_blocks{use="used"}') == 0)
+            await eventually(lambda: house.metric("baton_in_flight") == 0)
+
+    run_bounded(body())
+
+
+# Starting
+
+
+def test_a_worker_whose_first_probe_fails_is_never_announced() -> None:
+    async def body() -> None:
+        house = House(ScriptedEngine([EngineFailed("broken")]))
+        error = await last_words(house)
+        assert isinstance(error, EngineDead)
+        assert "broken" in error.message
+        assert house.endpoint.card is None
+        assert not house.ready.is_set()
+
+    run_bounded(body())
+
+
+def test_an_engine_that_dies_at_the_first_probe_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        error = await last_words(House(ScriptedEngine([EngineDead("out of memory")])))
+        assert "out of memory" in error.message
+
+    run_bounded(body())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [ConfigError("no such model"), EngineDead("no memory")])
+def test_an_engine_that_cannot_start_says_why(error: BatonError) -> None:
+    async def body() -> None:
+        house = House(ScriptedEngine(start_error=error))
+        with pytest.raises(type(error), match=error.message):
+            await house.run()
+        assert not house.ready.is_set()
+
+    run_bounded(body())
+
+
+class SlowEngine(ScriptedEngine):
+    async def start(self) -> EngineInfo:
+        await asyncio.sleep(3600)
+        return await super().start()
+
+
+def test_a_start_that_takes_too_long_is_given_up() -> None:
+    async def body() -> None:
+        house = House(SlowEngine(), start_s=0.05)
+        with pytest.raises(EngineDead, match="start took longer"):
+            await house.run()
+
+    run_bounded(body())
+
+
+def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'warp'.*echo"):
+        prepare_model(msgspec.structs.replace(Settings(), engine="warp"))
+
+
+@pytest.mark.parametrize("model", ["no/such/directory", "."])
+def test_a_model_directory_that_is_none_is_refused_by_name(model: str, tmp_path: Path) -> None:
+    path = str(tmp_path / model)
+    with pytest.raises(ConfigError, match="model directory"):
+        prepare_model(msgspec.structs.replace(Settings(), engine="echo", model=path))
+
+
+# Draining
+
+
+def test_requests_that_run_finish_when_the_worker_is_told_to_stop() -> None:
+    async def body() -> None:
+        async with living(EchoEngine(EchoOptions(pace_ms=5))) as house:
+            answer = asyncio.create_task(house.call("a" * 60))
+            await eventually(lambda: house.worker.gate.in_flight == 1)
+            house.stop.set()
+            await eventually(lambda: not house.endpoint.listed)
+            assert not house.worker.health().ready
+            with pytest.raises(PeerLost):
+                await house.call()
+            assert tokens_of(await answer) == b"a" * 60
+
+    run_bounded(body())
+
+
+def test_requests_that_take_too_long_move_elsewhere() -> None:
+    async def body() -> None:
+        async with living(EchoEngine(EchoOptions(pace_ms=5)), drain_s=0.05) as house:
+            answer = asyncio.create_task(house.call("a" * 10_000))
+            await eventually(lambda: house.worker.gate.in_flight == 1)
+            house.stop.set()
+            with pytest.raises(Draining):
+                await answer
+
+    run_bounded(body())
+
+
+def test_a_worker_shows_signs_of_life_while_it_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(supervisor: socket.socket) -> None:
+        def beats() -> int:
+            heard = 0
+            while True:
+                try:
+                    heard += supervisor.recv(4096) == b"WATCHDOG=1"
+                except BlockingIOError:
+                    return heard
+
+        async with living(EchoEngine(EchoOptions(pace_ms=5)), drain_s=0.5) as house:
+            answer = asyncio.create_task(house.call("a" * 10_000))
+            await eventually(lambda: house.worker.gate.in_flight == 1)
+            await asyncio.sleep(0.1)
+            assert beats() > 0
+            house.stop.set()
+            await eventually(lambda: not house.endpoint.listed)
+            beats()
+            await asyncio.sleep(0.2)
+            assert beats() > 0
+            with pytest.raises(Draining):
+                await answer
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as supervisor:
+        supervisor.bind(str(tmp_path / "n.sock"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "n.sock"))
+        monkeypatch.setenv("WATCHDOG_USEC", "40000")
+        run_bounded(body(supervisor))
+
+
+# Failing
+
+
+def test_a_dead_engine_fails_its_requests_and_ends_the_worker() -> None:
+    async def body() -> None:
+        house = House(EchoEngine(EchoOptions(pace_ms=5, faults=True)))
+        ending = asyncio.create_task(last_words(house))
+        await house.ready.wait()
+        bystander = asyncio.create_task(house.call("a" * 10_000))
+        await eventually(lambda: house.worker.gate.in_flight == 1)
+        with pytest.raises(EngineDead):
+            await house.call("[[die:2]]")
+        with pytest.raises(EngineDead):
+            await bystander
+        assert isinstance(await ending, EngineDead)
+
+    run_bounded(body())
+
+
+def test_a_stalled_engine_fails_its_requests_so_that_they_move_and_ends_the_worker() -> None:
+    async def body() -> None:
+        house = House(EchoEngine(EchoOptions(pace_ms=5, faults=True)), stall_s=0.2)
+        ending = asyncio.create_task(last_words(house))
+        await house.ready.wait()
+        bystander = asyncio.create_task(house.call("a" * 10_000))
+        await eventually(lambda: house.worker.gate.in_flight == 1)
+        for stuck in (asyncio.create_task(house.call("[[stall:2]]")), bystander):
+            with pytest.raises(EngineStalled) as failure:
+                await stuck
+            assert failure.value.retryable
+        assert isinstance(await ending, EngineStalled)
+        assert house.worker.gate.in_flight == 0
+
+    run_bounded(body())
+
+
+def test_a_failing_canary_takes_the_worker_out_and_brings_it_back() -> None:
+    async def body() -> None:
+        engine = ScriptedEngine(WELL)
+        async with living(engine, canary_s=0.01) as house:
+            await eventually(lambda: len(engine.submitted) > 3)
+            assert house.endpoint.listed
+            engine.scripts = [[EngineFailed("ill")]]
+            await eventually(lambda: not house.endpoint.listed)
+            assert not house.worker.health().ready
+            assert house.metric("baton_healthy") == 0
+            with pytest.raises(PeerLost):
+                await house.call()
+            engine.scripts = [WELL]
+            await eventually(lambda: house.worker.health().ready)
+            assert house.endpoint.listed
+            assert tokens_of(await house.call()) == b"\x01"
+
+    run_bounded(body())
+
+
+def test_a_worker_whose_canary_never_recovers_ends() -> None:
+    async def body() -> None:
+        engine = ScriptedEngine(WELL)
+        house = House(engine, canary_s=0.01, stall_s=0.1)
+        ending = asyncio.create_task(last_words(house))
+        await house.ready.wait()
+        engine.scripts = [[EngineFailed("ill")]]
+        assert isinstance(await ending, EngineStalled)
+
+    run_bounded(body())
+
+
+def test_probes_are_not_refused_by_a_full_worker() -> None:
+    async def body() -> None:
+        async with living(EchoEngine(EchoOptions(pace_ms=1)), max_in_flight=1, canary_s=0.01, drain_s=0.01) as house:
+            answer = asyncio.create_task(house.call("a" * 200))
+            await eventually(lambda: house.worker.gate.in_flight == 1)
+            await asyncio.sleep(0.1)
+            assert house.endpoint.listed
+            assert tokens_of(await answer) == b"a" * 200
+
+    run_bounded(body())
+
+
+def test_an_engine_that_stalls_while_the_worker_drains_is_not_waited_for() -> None:
+    async def body() -> None:
+        house = House(EchoEngine(EchoOptions(faults=True)), stall_s=0.2, drain_s=3600.0)
+        ending = asyncio.create_task(last_words(house))
+        await house.ready.wait()
+        stuck = asyncio.create_task(house.call("[[stall]]"))
+        await eventually(lambda: house.worker.gate.in_flight == 1)
+        house.stop.set()
+        with pytest.raises(EngineStalled):
+            await stuck
+        assert isinstance(await ending, EngineStalled)
+
+    run_bounded(body())
+
+
+def test_a_worker_that_discovery_has_lost_ends_and_one_that_is_away_by_order_does_not() -> None:
+    async def body() -> None:
+        can = Capabilities(pause_modes=frozenset({"keep"}))
+        engine = ScriptedEngine(WELL, capabilities=can, control=[PAUSED, CONTINUED])
+        house = House(engine, canary_s=0.05)
+        running = asyncio.create_task(house.run())
+        await house.ready.wait()
+        orders = house.worker.control()
+        assert orders is not None
+        assert (await orders.obey(Pause())).paused
+        assert not house.endpoint.is_listed
+        await asyncio.sleep(0.3)
+        assert not (await orders.obey(Continue())).paused
+        await asyncio.sleep(0.3)
+        assert not running.done()
+        house.endpoint.listed = False
+        with pytest.raises(EngineDead, match="discovery has lost"):
+            await running
+
+    run_bounded(body())

@@ -1,0 +1,102 @@
+"""sd_notify: what a supervisor hears, and what happens when it dies."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.status.sd_notify import beat, notify
+from baton.testing import run_bounded
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The other end of the notification socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        path = tmp_path / "n.sock"
+        sock.bind(str(path))
+        sock.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(path))
+        yield sock
+
+
+def never() -> None:
+    raise AssertionError("nobody died")
+
+
+def test_a_message_reaches_the_supervisor(supervisor: socket.socket) -> None:
+    notify("READY=1\nSTATUS=health on 127.0.0.1:1")
+    assert supervisor.recv(4096) == b"READY=1\nSTATUS=health on 127.0.0.1:1"
+
+
+def test_an_abstract_socket_is_reached_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"baton-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind("\0" + name)
+        sock.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
+        notify("READY=1")
+        assert sock.recv(4096) == b"READY=1"
+
+
+@pytest.mark.parametrize("address", [None, "", "no/such/socket", "/" + "x" * 300])
+def test_without_a_supervisor_that_listens_nothing_happens(
+    address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    if address is not None:
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+    notify("READY=1")
+
+
+def test_a_supervisor_that_does_not_read_is_not_waited_for(supervisor: socket.socket) -> None:
+    for _ in range(10_000):
+        notify("STATUS=" + "x" * 1000)
+
+
+def test_beats_come_as_often_as_the_supervisor_asks(supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "20000")
+
+    async def body() -> None:
+        beating = asyncio.create_task(beat(never))
+        for _ in range(5):
+            assert await asyncio.to_thread(supervisor.recv, 4096) == b"WATCHDOG=1"
+        beating.cancel()
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("missing", ["NOTIFY_SOCKET", "WATCHDOG_USEC"])
+def test_without_a_watchdog_nobody_beats(
+    missing: str, supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "20000")
+    monkeypatch.delenv(missing)
+    run_bounded(beat(never))
+
+
+CHILD = """
+import asyncio
+from baton.status.sd_notify import beat, notify
+asyncio.run(beat(lambda: notify("STATUS=orphaned")))
+"""
+
+PARENT = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+time.sleep(1.0)
+"""
+
+
+def test_a_process_notices_that_its_supervisor_has_died(
+    supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "40000")
+    with subprocess.Popen([sys.executable, "-c", PARENT]):
+        while (message := supervisor.recv(4096)) != b"STATUS=orphaned":
+            assert message == b"WATCHDOG=1"
