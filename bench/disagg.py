@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    transfers = transfer.measure(transfer.ways_here(), options.repeats)
+    transfers = transfer.measure(transfer.transports_here(), options.repeats)
     cells: list[Cell] = []
     for number in range(options.rounds):
         for cell in run_round(number, model, encode, options):

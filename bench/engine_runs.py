@@ -128,11 +128,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Cores kept busy meanwhile by anything else: how quiet the machine was."""
 
 
-def run_engine(name: str, round_number: int, python: Path, spec: Spec, deadline_s: float) -> Run:
+def run_engine(name: str, round_number: int, python: Path, spec: Spec, request_timeout_s: float) -> Run:
     """Run one engine to its end or to its deadline; nothing that it started is left."""
     busy, cpu, began = busy_core_s(), children_cpu_s(), time.monotonic()
     try:
-        measured, failure = ask(python, spec, deadline_s), ""
+        measured, failure = ask(python, spec, request_timeout_s), ""
     except EngineRunFailed as error:
         measured, failure = None, str(error)
     foreign_s = (busy_core_s() - busy) - (children_cpu_s() - cpu)
@@ -149,7 +149,7 @@ class EngineRunFailed(Exception):
     """An engine's process gave no result."""
 
 
-def ask(python: Path, spec: Spec, deadline_s: float, program: Path = RUN) -> Measured:
+def ask(python: Path, spec: Spec, request_timeout_s: float, program: Path = RUN) -> Measured:
     """Start `program` in a process group of its own, give it the spec and read its line. Raises EngineRunFailed."""
     with tempfile.TemporaryFile() as log:
         stamped = msgspec.structs.replace(spec, spawned_at=time.monotonic())
@@ -162,9 +162,9 @@ def ask(python: Path, spec: Spec, deadline_s: float, program: Path = RUN) -> Mea
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(msgspec.json.encode(stamped), timeout=deadline_s)
+            output, _ = process.communicate(msgspec.json.encode(stamped), timeout=request_timeout_s)
         except subprocess.TimeoutExpired:
-            raise EngineRunFailed(f"no result within {deadline_s:g} s; {last_words(log)}") from None
+            raise EngineRunFailed(f"no result within {request_timeout_s:g} s; {last_words(log)}") from None
         finally:
             end_family(process)
         if process.returncode:

@@ -76,7 +76,7 @@ def spec(system: RunningSystem, streams: int, tokens: int, seconds: float) -> Lo
         tokens=tokens,
         requests=1_000_000,
         start_limit_s=seconds,
-        deadline_s=DEADLINE_S,
+        request_timeout_s=DEADLINE_S,
     )
 
 

@@ -38,7 +38,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How many requests a connection sends at most."""
     start_limit_s: float
     """No request is started after this long."""
-    deadline_s: float
+    request_timeout_s: float
     """Whatever is unfinished after this long is hung up and counted as a timeout."""
     hold_s: float = 0.0
     """When set, hang up this long after every stream is open instead of reading to the end."""
@@ -249,7 +249,7 @@ async def run_streams(load: Load) -> LoadResult:
     await asyncio.sleep(ACCEPT_S)
     cpu_before = process_time()
     try:
-        async with asyncio.timeout(load.spec.deadline_s):
+        async with asyncio.timeout(load.spec.request_timeout_s):
             await drive(load, connections)
     except TimeoutError:
         load.errors["timeout"] += load.unfinished()

@@ -78,7 +78,7 @@ def load_spec(plan: Plan, system: RunningSystem, streams: int, paced_requests: i
         tokens=TOKENS,
         requests=paced_requests if paced else ANY_NUMBER,
         start_limit_s=DEADLINE_S if paced else plan.flat_s,
-        deadline_s=DEADLINE_S,
+        request_timeout_s=DEADLINE_S,
     )
 
 
@@ -162,7 +162,7 @@ def generate_load(spec: LoadSpec, on_open: Callable[[], None]) -> LoadResult:
     last_line = ""
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         # The generator ends by its own deadline; this only ends one that is broken.
-        guard = threading.Timer(2 * spec.deadline_s, process.kill)
+        guard = threading.Timer(2 * spec.request_timeout_s, process.kill)
         guard.start()
         try:
             assert process.stdout is not None

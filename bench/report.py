@@ -130,7 +130,7 @@ def heading(results: Results) -> str:
         "A gap is the time between two events of a stream. More than one token an event means that a system "
         "merged tokens, which makes each cheaper: tokens/s of two systems compare only at the same tokens/event, "
         "and events/s and CPU/event tell the rest. `baton-eager` is Baton made to send each token in an event "
-        "of its own, like the peers (`flush_ms` 0, `echo.burst` 1). Baton's echo engine "
+        "of its own, like the peers (`flush_interval_ms` 0, `echo.burst` 1). Baton's echo engine "
         f"paces by the clock and makes up for late tokens; {peers}."
     )
 

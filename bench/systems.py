@@ -80,7 +80,7 @@ def baton_launches(setup: Setup, site: Site) -> list[Launch]:
 
 def eager_baton_launches(setup: Setup, site: Site) -> list[Launch]:
     """Baton made to send every token in an event of its own, as the peers do: no merging by time or by burst."""
-    eager = {"BATON_FLUSH_MS": "0", "BATON_ECHO_BURST": "1"}
+    eager = {"BATON_FLUSH_INTERVAL_MS": "0", "BATON_ECHO_BURST": "1"}
     return [Launch(launch.argv, launch.env | eager) for launch in baton_launches(setup, site)]
 
 

@@ -26,12 +26,12 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from baton.ports.transfer import KvMemory, KvShape, Path, Reach, Source
+from baton.ports.transfer import KvMemory, KvShape, Path, TransportClient, TransportServer
 from baton.protocol.handoff import Ticket
 from baton.transfer import nixl
 from baton.transfer.block_copy import Stop, block_pairs, copy_blocks
-from baton.transfer.shm import SEALS, ShmReach, ShmSource
-from baton.transfer.tcp import TcpReach, TcpSource
+from baton.transfer.shm import SEALS, ShmClient, ShmServer
+from baton.transfer.tcp import TcpClient, TcpServer
 from baton.transfer.wire import PREAMBLE_BYTES
 from bench.path import busy_core_s
 from bench.report import number, table
@@ -52,7 +52,7 @@ TICKET = Ticket(host="127.0.0.1", port=0, room=1, secret=b"bench")
 class TransferCell(msgspec.Struct, frozen=True, kw_only=True):
     """One way, size and pattern: the seconds of each repeat."""
 
-    way: str
+    transport: str
     pattern: str
     nbytes: int
     seconds: list[float]
@@ -111,40 +111,40 @@ def caches() -> list[tuple[int, int]]:
     return [(part, max(64, 2 * count)) for part, count in largest.items()]
 
 
-def lend(told: Connection, ways: Sequence[str]) -> None:
+def lend(told: Connection, transports: Sequence[str]) -> None:
     """The program of the lender's process."""
-    uvloop.run(lend_all(told, ways))
+    uvloop.run(lend_all(told, transports))
 
 
-async def lend_all(told: Connection, ways: Sequence[str]) -> None:
+async def lend_all(told: Connection, transports: Sequence[str]) -> None:
     pools = [Pool(block_bytes, blocks, fill=7) for block_bytes, blocks in caches()]
     async with asyncio.TaskGroup() as tasks:
         answers = []
         for pool in pools:
-            data = TcpSource(pool.memory, lambda *_: None)
+            data = TcpServer(pool.memory, lambda *_: None)
             listener = socket.create_server(("127.0.0.1", 0))
             listener.setblocking(False)
             tasks.create_task(accept(listener, data, tasks))
-            details = {way: await source_of(way, pool.memory, data).open() for way in ways}
+            details = {transport: await source_of(transport, pool.memory, data).open() for transport in transports}
             answers.append(Told(pool.memory, listener.getsockname()[1], details))
         told.send_bytes(msgspec.msgpack.encode(answers))
         await asyncio.Event().wait()
 
 
-HELD: list[Source] = []
+HELD: list[TransportServer] = []
 
 
-def source_of(way: str, memory: KvMemory, data: TcpSource) -> Source:
-    made: dict[str, Callable[[], Source]] = {
-        "shm": lambda: ShmSource(memory, lambda *_: None),
-        "nixl": lambda: nixl.NixlSource(memory),
+def source_of(transport: str, memory: KvMemory, data: TcpServer) -> TransportServer:
+    made: dict[str, Callable[[], TransportServer]] = {
+        "shm": lambda: ShmServer(memory, lambda *_: None),
+        "nixl": lambda: nixl.NixlServer(memory),
         "tcp": lambda: data,
     }
-    HELD.append(made[way]())
+    HELD.append(made[transport]())
     return HELD[-1]
 
 
-async def accept(listener: socket.socket, data: TcpSource, tasks: asyncio.TaskGroup) -> None:
+async def accept(listener: socket.socket, data: TcpServer, tasks: asyncio.TaskGroup) -> None:
     loop = asyncio.get_running_loop()
     while True:
         connection, _ = await loop.sock_accept(listener)
@@ -154,11 +154,11 @@ async def accept(listener: socket.socket, data: TcpSource, tasks: asyncio.TaskGr
 
 
 @contextmanager
-def lender(ways: Sequence[str]) -> Iterator[list[Told]]:
+def producer(transports: Sequence[str]) -> Iterator[list[Told]]:
     """The other process; it is gone afterwards."""
     spawn = multiprocessing.get_context("spawn")
     ours, its = spawn.Pipe()
-    process = spawn.Process(target=lend, args=(its, list(ways)), daemon=True)
+    process = spawn.Process(target=lend, args=(its, list(transports)), daemon=True)
     process.start()
     its.close()
     try:
@@ -171,62 +171,63 @@ def lender(ways: Sequence[str]) -> Iterator[list[Told]]:
         ours.close()
 
 
-def reach_of(way: str, memory: KvMemory) -> Reach:
-    made: dict[str, Callable[[], Reach]] = {
-        "shm": lambda: ShmReach(memory),
-        "nixl": lambda: nixl.NixlReach(memory),
-        "tcp": lambda: TcpReach(memory),
+def reach_of(transport: str, memory: KvMemory) -> TransportClient:
+    made: dict[str, Callable[[], TransportClient]] = {
+        "shm": lambda: ShmClient(memory),
+        "nixl": lambda: nixl.NixlClient(memory),
+        "tcp": lambda: TcpClient(memory),
     }
-    return made[way]()
+    return made[transport]()
 
 
 class Bench:
     """The borrower's side for one cache of the lender."""
 
-    def __init__(self, told: Told, ways: Sequence[str]) -> None:
+    def __init__(self, told: Told, transports: Sequence[str]) -> None:
         self.told = told
         self.ticket = msgspec.structs.replace(TICKET, port=told.port)
         self.mine = Pool(told.memory.block_bytes, told.memory.blocks, fill=1)
         self.theirs = Pool(told.memory.block_bytes, told.memory.blocks, fill=7)
-        self.reaches = {way: reach_of(way, self.mine.memory) for way in ways}
+        self.reaches = {transport: reach_of(transport, self.mine.memory) for transport in transports}
         self.paths: dict[str, Path] = {}
 
     async def __aenter__(self) -> "Bench":
-        for way in self.reaches:
-            self.paths[way] = await self.reach(way)
+        for transport in self.reaches:
+            self.paths[transport] = await self.connect(transport)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for way, reach in self.reaches.items():
-            if way in self.paths:
-                self.paths[way].close()
-            await reach.close()
+        for transport, connect in self.reaches.items():
+            if transport in self.paths:
+                self.paths[transport].close()
+            await connect.close()
 
-    async def reach(self, way: str) -> Path:
-        return await self.reaches[way].reach(self.ticket, self.told.memory, self.told.details[way])
+    async def connect(self, transport: str) -> Path:
+        return await self.reaches[transport].connect(self.ticket, self.told.memory, self.told.details[transport])
 
     async def measure(self, count: int, pattern: str, repeats: int) -> list[TransferCell]:
         """Every way in turn: once to warm up, with a look at the bytes, then `repeats` times."""
         nbytes = count * PLANES * self.told.memory.block_bytes
         theirs, places = block_lists(self.told.memory.blocks, count, pattern)
         seconds: dict[str, list[float]] = {}
-        for way, path in self.paths.items():
+        for transport, path in self.paths.items():
             self.mine.bytes[:] = 0
             await path.fetch(self.ticket, theirs, places)
             if not np.array_equal(self.mine.blocks(places), self.theirs.blocks(theirs)):
-                raise RuntimeError(f"{way} moved wrong bytes")
+                raise RuntimeError(f"{transport} moved wrong bytes")
         for _ in range(1 + repeats):
             seconds.setdefault(MEMCPY, []).append(await timed(self.memcpy(nbytes)))
             seconds.setdefault(WITHIN, []).append(await timed(self.within(theirs, places)))
-            for way, path in self.paths.items():
+            for transport, path in self.paths.items():
                 spent = await timed(path.fetch(self.ticket, theirs, places))
-                seconds.setdefault(way, []).append(spent)
+                seconds.setdefault(transport, []).append(spent)
             if "shm" in self.paths:
-                path = await self.reach("shm")
+                path = await self.connect("shm")
                 seconds.setdefault(SHM_COLD, []).append(await timed(path.fetch(self.ticket, theirs, places)))
                 path.close()
         return [
-            TransferCell(way=way, pattern=pattern, nbytes=nbytes, seconds=spent[1:]) for way, spent in seconds.items()
+            TransferCell(transport=transport, pattern=pattern, nbytes=nbytes, seconds=spent[1:])
+            for transport, spent in seconds.items()
         ]
 
     async def within(self, theirs: Sequence[int], places: Sequence[int]) -> None:
@@ -252,10 +253,10 @@ def block_lists(blocks: int, count: int, pattern: str) -> tuple[list[int], list[
     return order[0], order[1]
 
 
-async def run(told: list[Told], ways: Sequence[str], repeats: int, largest: int) -> list[TransferCell]:
+async def run(told: list[Told], transports: Sequence[str], repeats: int, largest: int) -> list[TransferCell]:
     cells: list[TransferCell] = []
     for each in told:
-        async with Bench(each, ways) as bench:
+        async with Bench(each, transports) as bench:
             for block_bytes, count in SIZES:
                 if block_bytes != each.memory.block_bytes or block_bytes * count * PLANES > largest:
                     continue
@@ -264,16 +265,16 @@ async def run(told: list[Told], ways: Sequence[str], repeats: int, largest: int)
     return cells
 
 
-def ways_here() -> list[str]:
+def transports_here() -> list[str]:
     """The ways that can be measured on this machine."""
-    return [way for way in ("shm", "tcp", "nixl") if way != "nixl" or nixl.available()]
+    return [transport for transport in ("shm", "tcp", "nixl") if transport != "nixl" or nixl.available()]
 
 
-def measure(ways: Sequence[str], repeats: int, largest: int = sys.maxsize) -> TransferResults:
+def measure(transports: Sequence[str], repeats: int, largest: int = sys.maxsize) -> TransferResults:
     """Run everything and return the cells."""
     began, busy = time.monotonic(), busy_core_s()
-    with lender(ways) as told:
-        cells = uvloop.run(run(told, ways, repeats, largest))
+    with producer(transports) as told:
+        cells = uvloop.run(run(told, transports, repeats, largest))
     # What the two processes used is known for ours only; the rest of the busy time is an upper bound.
     foreign_s = busy_core_s() - busy - time.process_time()
     return TransferResults(
@@ -289,12 +290,12 @@ def to_table(results: TransferResults) -> str:
     rows = []
     for cell in results.cells:
         same = (other for other in results.cells if (other.pattern, other.nbytes) == (cell.pattern, cell.nbytes))
-        base = next(other for other in same if other.way == MEMCPY)
+        base = next(other for other in same if other.transport == MEMCPY)
         rates = cell.gb_per_s
         spread = f"{number(median(rates))} ({number(min(rates))}-{number(max(rates))})"
         ratio = median(base.seconds) / median(cell.seconds)
         micros = f"{median(cell.seconds) * 1e6:,.0f}"
-        rows.append([f"{cell.nbytes / 1024:,.0f}", cell.pattern, cell.way, spread, micros, f"{ratio:.2f}x"])
+        rows.append([f"{cell.nbytes / 1024:,.0f}", cell.pattern, cell.transport, spread, micros, f"{ratio:.2f}x"])
     return table(["KiB", "blocks", "way", "GB/s", "us", "of memcpy"], rows)
 
 
@@ -308,8 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     # Leaving by exception stops the lender.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    ways = [way for way in options.ways.split(",") if way in ways_here()]
-    results = measure(ways, options.repeats, options.largest_mib << 20)
+    transports = [transport for transport in options.transports.split(",") if transport in transports_here()]
+    results = measure(transports, options.repeats, options.largest_mib << 20)
     print(to_table(results))
     print(
         f"\n{results.machine.cores} cores of {results.machine.cpu}, {results.foreign_cores:.2f} busy elsewhere at most"

@@ -73,7 +73,7 @@ async def follow(stream: Stream) -> Row:
 
 
 def options_for(setup: dict[str, Any]) -> TorchOptions:
-    block = TorchOptions().block
+    block = TorchOptions().block_size
     return TorchOptions(
         device="cpu",
         dtype=setup["variant"],

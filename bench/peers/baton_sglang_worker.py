@@ -22,7 +22,7 @@ from baton.engines.sglang.requests import Requests
 from baton.errors import EngineDead, Unsupported
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
 from baton.process.exit_codes import exit_code
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
 from baton.runtimes.dynamo.environment import environment
@@ -74,7 +74,7 @@ class SglangOnDouble:
     async def encode(self, work: EncodeWork) -> Encoded:
         raise Unsupported("the double does not encode")
 
-    async def control(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         raise Unsupported("the double takes no orders")
 
     async def readings(self) -> AsyncGenerator[Reading, None]:
@@ -103,9 +103,11 @@ async def run(settings: Settings, engine: SglangOnDouble) -> None:
     from baton.process.worker import Worker
     from baton.runtimes.dynamo.runtime import DynamoRuntime
 
-    runtime = DynamoRuntime(settings.runtime, tells_metrics=False, reader_stall_s=60.0, leave_s=11.0)
+    runtime = DynamoRuntime(settings.runtime, publishes_metrics=False, reader_stall_timeout_s=60.0, leave_s=11.0)
     worker = Worker(settings, engine, runtime)
-    await exit_code(worker.run(stop_on_signals(drain_s=settings.drain_s), lambda: None), profile_directory(settings))
+    await exit_code(
+        worker.run(stop_on_signals(drain_timeout_s=settings.drain_timeout_s), lambda: None), profile_directory(settings)
+    )
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ async def run(directory: str, path: str) -> None:
     from baton.process.signals import stop_on_signals
     from baton.runtimes.dynamo.runtime import DynamoRuntime
 
-    stop = stop_on_signals(drain_s=STOP_S)
+    stop = stop_on_signals(drain_timeout_s=STOP_S)
     runtime = DynamoRuntime(RuntimeOptions(directory=directory))
     await runtime.start()
     try:

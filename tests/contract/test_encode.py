@@ -17,7 +17,7 @@ from baton.engines.trtllm import health
 from baton.engines.trtllm.adapter import TrtllmEngine
 from baton.engines.trtllm.encoder import TrtllmEncoder
 from baton.errors import Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
-from baton.media.images import trial_picture
+from baton.media.images import probe_image
 from baton.ports.engine import EncodeWork, Engine, Work
 from baton.protocol.handoff import Consume, PrefillResult, Produce
 from baton.protocol.ids import new_request_id
@@ -70,7 +70,7 @@ def engine(version: str, world: World, part: str) -> TrtllmEngine:
 
 
 def encode_work(first: int = 10, data: bytes | None = None) -> EncodeWork:
-    picture = trial_picture() if data is None else MediaFile(modality="image", data=data)
+    picture = probe_image() if data is None else MediaFile(modality="image", data=data)
     return EncodeWork(request_id=new_request_id("encode"), token_ids=(first, *PROMPT[1:]), media=(picture,))
 
 

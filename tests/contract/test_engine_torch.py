@@ -25,16 +25,16 @@ class TestTorchEngine(EngineContract):
     limit_s = 60.0
 
     def make_engine(self) -> Engine:
-        return self._engine(lends=False)
+        return self._engine(exports_kv=False)
 
-    def make_lender(self) -> Engine:
-        return self._engine(lends=True)
+    def make_producer(self) -> Engine:
+        return self._engine(exports_kv=True)
 
-    def _engine(self, lends: bool) -> Engine:
+    def _engine(self, exports_kv: bool) -> Engine:
         options = TorchOptions(
             dtype="float32", threads=1, blocks=800, max_running=4, batch_tokens=256, context=4096, native=self.native
         )
-        return TorchEngine(options, self.directory, "tiny", lends=lends)
+        return TorchEngine(options, self.directory, "tiny", exports_kv=exports_kv)
 
     def make_broken_engine(self) -> Engine:
         return TorchEngine(TorchOptions(), self.directory / "nowhere", "broken")

@@ -74,7 +74,7 @@ def test_nothing_goes_round_the_shapes() -> None:
     found = {path.name: ways_round_types(path.read_text()) for path in PACKAGE.glob("*.py")}
     imports = found.pop("compat.py")
     assert len(imports) == 1, "classes are fetched by name in one place"
-    assert {name: ways for name, ways in found.items() if ways} == {}
+    assert {name: transports for name, transports in found.items() if transports} == {}
 
 
 def test_every_key_of_stats_and_events_is_in_the_facts() -> None:

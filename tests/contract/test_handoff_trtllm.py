@@ -15,7 +15,7 @@ from baton.engines.echo.engine import MODEL_DIR
 from baton.engines.trtllm.adapter import TrtllmEngine
 from baton.errors import Cancelled, InvalidRequest, PeerLost, Unsupported
 from baton.ports.engine import HandoffStyle, Work
-from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Produce, Trial
+from baton.protocol.handoff import Bootstrap, Consume, LocalProbe, PrefillResult, Produce
 from baton.protocol.ids import new_request_id
 from baton.protocol.outputs import Finished, FinishReason, HandoffReady, TokenDelta
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
@@ -252,7 +252,7 @@ def test_a_trial_does_one_token_alone_and_leaves_nothing(version: str, part: str
         async with session(version, World(), part) as alone:
             for _ in range(5):
                 outputs = []
-                stream = alone.engine.submit(work((1,), 1, Trial()))
+                stream = alone.engine.submit(work((1,), 1, LocalProbe()))
                 while read := await stream.read():
                     outputs += read
                 assert not [output for output in outputs if isinstance(output, HandoffReady)]

@@ -22,7 +22,7 @@ class TestDynamoRuntime(RuntimeContract):
         self._options = RuntimeOptions(directory=str(tmp_path / "discovery"))
 
     def make_runtime(self) -> Runtime:
-        return DynamoRuntime(self._options, tells_metrics=True)
+        return DynamoRuntime(self._options, publishes_metrics=True)
 
     def test_the_runtimes_own_metrics_are_told(self) -> None:
         async def body() -> None:
@@ -41,14 +41,14 @@ class TestDynamoRuntime(RuntimeContract):
             await runtime.start()
             try:
                 endpoint = await runtime.serve(PATH, Service(_echo, _as_it_is, _as_it_is))
-                await endpoint.advertise(CARD)
+                await endpoint.register_model(CARD)
                 router = _core.KvRouter(runtime.raw.endpoint(PATH), CARD.block_size, _core.KvRouterConfig())
-                endpoint.tell(KvStored((1, 2, 3), tuple(tokens[:48]), CARD.block_size, dp_rank=1))
+                endpoint.publish(KvStored((1, 2, 3), tuple(tokens[:48]), CARD.block_size, dp_rank=1))
                 found = (0, 0)
                 while found != (1, 3):
                     await asyncio.sleep(0.05)
                     found = (await router.best_worker(tokens))[1:]
-                endpoint.tell(KvCleared(dp_rank=1))
+                endpoint.publish(KvCleared(dp_rank=1))
                 while found[1]:
                     await asyncio.sleep(0.05)
                     found = (await router.best_worker(tokens))[1:]

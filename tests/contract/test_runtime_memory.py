@@ -15,12 +15,12 @@ class TestMemoryRuntime(RuntimeContract):
 
 
 def test_trace_headers_of_the_parent_reach_the_handler() -> None:
-    async def tell(request: object, context: Context) -> AsyncGenerator[Wire, None]:
+    async def publish(request: object, context: Context) -> AsyncGenerator[Wire, None]:
         yield dict(context.trace_headers)
 
     async def body() -> None:
         runtime = MemoryRuntime()
-        await runtime.serve("a.b.c", Service(tell, lambda raw: raw, lambda reply: reply))
+        await runtime.serve("a.b.c", Service(publish, lambda raw: raw, lambda reply: reply))
         client = await runtime.client("a.b.c")
         parent = MemoryContext(trace_headers={"traceparent": "00-1-2-01", "x-request-id": "mine"})
         assert [reply async for reply in client.call({}, parent=parent)] == [dict(parent.trace_headers)]

@@ -30,13 +30,13 @@ DEADLINE_S = 30  # what the workers are told
 BOUND_S = DEADLINE_S + 10.0  # what the clients see, at the latest
 # Nothing is found in a cache, so that all KV is handed over, in many parts; and what differs by rounding is far apart.
 EXACT = (
-    *("--name", MODEL, "--torch-dtype", "float32", "--no-torch-prefix-reuse"),
+    *("--name", MODEL, "--torch-dtype", "float32", "--no-torch-prefix-cache"),
     *("--torch-blocks", "1024", "--torch-batch-tokens", "256"),
 )
 # What is lost is missed soon.
 QUICK = (
-    *("--transfer-beat-s", "0.25", "--transfer-silence-s", "1", "--transfer-claim-s", "4"),
-    *("--stall-s", "3", "--deadline-s", str(DEADLINE_S)),
+    *("--kv-heartbeat-s", "0.25", "--kv-peer-timeout-s", "1", "--kv-claim-timeout-s", "4"),
+    *("--stall-timeout-s", "3", "--request-timeout-s", str(DEADLINE_S)),
 )
 
 

@@ -136,7 +136,7 @@ class System:
 
     def __init__(self, directory: Path, workers: int, engine: str, namespace: str = "baton") -> None:
         self.directory = directory
-        self.start_s = START_S if engine == "echo" else LOAD_S
+        self.start_timeout_s = START_S if engine == "echo" else LOAD_S
         self.workers = workers
         self.namespace = namespace
         self.port = free_ports(workers + 1)
@@ -278,7 +278,7 @@ class Serve(System):
 
     def wait_ready(self) -> None:
         """See `System.wait_ready`."""
-        eventually(self._announced, self.start_s, "the ready line")
+        eventually(self._announced, self.start_timeout_s, "the ready line")
         eventually(lambda: self.instances() == self.workers, START_S, "every worker is known")
 
     def _announced(self) -> bool:
@@ -349,7 +349,7 @@ class Cluster(System):
     def wait_ready(self) -> None:
         """See `System.wait_ready`."""
         for number in range(self.workers):
-            eventually(lambda n=number: self.health(n) == 200, self.start_s, f"worker {number} is ready")
+            eventually(lambda n=number: self.health(n) == 200, self.start_timeout_s, f"worker {number} is ready")
         eventually(self.is_ready, START_S, "the model is listed")
         eventually(lambda: self.instances() == self.workers, START_S, "every worker is known")
 

@@ -22,7 +22,7 @@ class Pooled(Serve):
         self, directory: Path, topology: Mapping[str, Any], workers: int, arguments: Iterable[str] = ()
     ) -> None:
         System.__init__(self, directory, workers + 1, "torch")
-        self.start_s = LOAD_S
+        self.start_timeout_s = LOAD_S
         self.file = directory / "pools.yaml"
         self.write(topology)
         ports = ["--port", str(self.port), "--system-port", str(self.system_ports[0])]
@@ -38,9 +38,9 @@ class Pooled(Serve):
 
     def wait_ready(self) -> None:
         """See `System.wait_ready`."""
-        eventually(self._announced, self.start_s, "the ready line")
+        eventually(self._announced, self.start_timeout_s, "the ready line")
         for number in range(self.workers):
-            eventually(lambda n=number: self.health(n) == 200, self.start_s, f"process {number} is ready")
+            eventually(lambda n=number: self.health(n) == 200, self.start_timeout_s, f"process {number} is ready")
 
     def answers(
         self, body: Mapping[str, Any], count: int, every_s: float, meanwhile: Mapping[float, Callable[[], object]]

@@ -9,7 +9,7 @@ from tests.e2e.harness import Serve, eventually
 pytestmark = [pytest.mark.e2e]
 
 ASKED = 6
-FLAGS = ("--busy-share", "0.5", "--echo-blocks", "64", "--echo-pace-ms", "100", "--echo-context", "1024")
+FLAGS = ("--busy-threshold", "0.5", "--echo-blocks", "64", "--echo-pace-ms", "100", "--echo-context", "1024")
 
 
 def ask(serve: Serve) -> tuple[int, str]:

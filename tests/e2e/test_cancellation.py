@@ -18,7 +18,15 @@ LONG = {"model": "echo", "messages": [{"role": "user", "content": "Hello, world.
 def slow_start(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
     """An engine that runs one request at a time and needs seconds for its first token."""
     serve = start_shared(
-        Serve, "--echo-max-running", "1", "--echo-prefill-ms", "3000", "--echo-pace-ms", "10", "--canary-s", "600"
+        Serve,
+        "--echo-max-running",
+        "1",
+        "--echo-prefill-ms",
+        "3000",
+        "--echo-pace-ms",
+        "10",
+        "--canary-interval-s",
+        "600",
     )
     yield serve
     serve.stop()
@@ -103,7 +111,7 @@ def test_many_that_leave_at_once_leave_nothing(paced: Serve) -> None:
 @pytest.fixture(scope="module")
 def hurried(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
     """Requests get a second."""
-    serve = start_shared(Serve, "--deadline-s", "1", "--echo-pace-ms", "10")
+    serve = start_shared(Serve, "--request-timeout-s", "1", "--echo-pace-ms", "10")
     yield serve
     serve.stop()
 

@@ -60,7 +60,7 @@ def test_help_names_the_commands_and_every_command_its_settings() -> None:
     assert done.returncode == 0
     assert all(command in done.stdout for command in COMMANDS)
     for command, flags in {
-        "serve": ("--engine", "--port", "--workers", "--config", "--drain-s", "--echo-pace-ms"),
+        "serve": ("--engine", "--port", "--workers", "--config", "--drain-timeout-s", "--echo-pace-ms"),
         "worker": ("--engine", "--system-port", "--runtime-discovery"),
         "frontend": ("--port", "--router", "--migrations"),
     }.items():
@@ -87,8 +87,8 @@ def test_version() -> None:
         (b"echo: {frobnicate: 1}", "echo.frobnicate"),
         (b"runtime: 3", "runtime"),
         (b"namespace: 3", "namespace"),
-        (b"deadline_s: many", "deadline_s"),
-        (b"deadline_s: -1", "deadline_s"),
+        (b"deadline_s: many", "request_timeout_s"),
+        (b"deadline_s: -1", "request_timeout_s"),
         (b"log_level: loud", "log_level"),
     ],
     ids=lambda value: str(value)[:30],
@@ -114,7 +114,7 @@ def test_an_unknown_variable_is_refused(command: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "word"),
     [
-        ("BATON_DEADLINE_S", "soon", "deadline_s"),
+        ("BATON_REQUEST_TIMEOUT_S", "soon", "request_timeout_s"),
         ("BATON_PORT", "99999", "port"),
         ("BATON_ROUTER", "psychic", "router"),
         ("BATON_ECHO_FAULTS", "perhaps", "faults"),
@@ -132,8 +132,8 @@ def test_a_wrong_variable_is_refused(command: str, variable: str, value: str, wo
         (("frontend", "--port", "65536"), "port"),
         (("worker", "--system-port", "70000"), "system_port"),
         (("serve", "--workers", "0"), "workers"),
-        (("serve", "--deadline-s", "0"), "deadline_s"),
-        (("worker", "--deadline-s", "nan"), "deadline_s"),
+        (("serve", "--request-timeout-s", "0"), "request_timeout_s"),
+        (("worker", "--request-timeout-s", "nan"), "request_timeout_s"),
         (("frontend", "--namespace", "A b"), "namespace"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -146,7 +146,7 @@ def test_a_wrong_value_is_refused(arguments: tuple[str, ...], word: str) -> None
     ("arguments", "word"),
     [
         (("serve", "--frobnicate"), "--frobnicate"),
-        (("worker", "--accepts", "everything"), "--accepts"),
+        (("worker", "--model-input", "everything"), "--model-input"),
         (("frontend", "--router", "psychic"), "--router"),
         (("frontend", "--port"), "--port"),
         (("conduct",), "conduct"),

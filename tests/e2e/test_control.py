@@ -45,25 +45,25 @@ def awake(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "serve" in request.fixturenames:
         serve = request.getfixturevalue("serve")
-        obey(serve, "continue")
-        obey(serve, "memory/resume", {"tags": ["kv_cache", "weights"]})
+        execute(serve, "continue")
+        execute(serve, "memory/resume", {"tags": ["kv_cache", "weights"]})
         serves_again(serve)
 
 
-def order(system: System, verb: str, body: object = None, worker: int = 0) -> tuple[int, dict[str, Any]]:
+def order(system: System, command: str, body: object = None, worker: int = 0) -> tuple[int, dict[str, Any]]:
     """Give an order; return the status and the answer, whatever they are."""
-    status, text = system.system(f"/control/{verb}", worker, json.dumps({} if body is None else body).encode())
+    status, text = system.system(f"/control/{command}", worker, json.dumps({} if body is None else body).encode())
     return status, json.loads(text)
 
 
-def obey(system: System, verb: str, body: object = None, worker: int = 0) -> dict[str, Any]:
+def execute(system: System, command: str, body: object = None, worker: int = 0) -> dict[str, Any]:
     """Give an order that is carried out."""
-    status, answer = order(system, verb, body, worker)
+    status, answer = order(system, command, body, worker)
     assert status == 200, answer
     return answer
 
 
-def standing(system: System, worker: int = 0) -> dict[str, Any]:
+def control_status(system: System, worker: int = 0) -> dict[str, Any]:
     """Return where a worker stands."""
     status, text = system.system("/control/status", worker)
     assert status == 200, text
@@ -120,9 +120,9 @@ class Reader(threading.Thread):
 
 
 def test_status_tells_where_a_worker_stands(serve: Serve) -> None:
-    status = standing(serve)
+    status = control_status(serve)
     assert (status["weight_version"], status["paused"], status["released"]) == ("initial", False, [])
-    assert (status["listed"], status["in_flight"]) == (True, 0)
+    assert (status["registered"], status["in_flight"]) == (True, 0)
     assert status["capabilities"]["weight_sources"] == ["disk", "group", "shared_memory", "tensors"]
     told = ctl(serve, "status", "--json")
     assert (told.returncode, json.loads(told.stdout)) == (0, status)
@@ -131,17 +131,17 @@ def test_status_tells_where_a_worker_stands(serve: Serve) -> None:
 def test_memory_goes_and_comes_back_in_stages_and_so_does_the_worker(serve: Serve) -> None:
     before = say(serve)
     full = serve.worker().memory_info().rss
-    obey(serve, "memory/release", {"tags": ["kv_cache", "weights"]})
+    execute(serve, "memory/release", {"tags": ["kv_cache", "weights"]})
     assert full - serve.worker().memory_info().rss > 30e6  # the weights alone are 40 MB
     eventually(lambda: serve.instances() == 0)
     assert serve.health() == 503
     with pytest.raises(openai.APIStatusError) as refusal:
         say(serve)
     assert refusal.value.status_code in (404, 503)
-    assert obey(serve, "memory/resume", {"tags": ["weights"]})["released"] == ["kv_cache"]
+    assert execute(serve, "memory/resume", {"tags": ["weights"]})["released"] == ["kv_cache"]
     time.sleep(0.5)
     assert serve.instances() == 0
-    assert obey(serve, "memory/resume", {"tags": ["kv_cache"]})["released"] == []
+    assert execute(serve, "memory/resume", {"tags": ["kv_cache"]})["released"] == []
     serves_again(serve)
     assert serve.health() == 200
     assert say(serve) == before
@@ -161,13 +161,13 @@ def test_an_answer_that_was_on_its_way_goes_on_where_it_was(
 ) -> None:
     undisturbed = Reader(serve).whole()
     reader = Reader(serve)
-    obey(serve, *go)
-    assert standing(serve)["in_flight"] == 1
+    execute(serve, *go)
+    assert control_status(serve)["in_flight"] == 1
     time.sleep(0.3)
     so_far = reader.text
     time.sleep(0.7)
     assert reader.text == so_far
-    obey(serve, *back)
+    execute(serve, *back)
     assert reader.whole() == undisturbed
     assert len(so_far) < len(undisturbed)
     serves_again(serve)
@@ -175,10 +175,10 @@ def test_an_answer_that_was_on_its_way_goes_on_where_it_was(
 
 def test_a_pause_that_aborts_ends_an_answer_with_an_error(serve: Serve) -> None:
     reader = Reader(serve)
-    assert obey(serve, "pause", {"mode": "abort"})["requests"] == 1
+    assert execute(serve, "pause", {"mode": "abort"})["requests"] == 1
     reader.join(30)
     assert isinstance(reader.error, openai.APIError)
-    obey(serve, "continue")
+    execute(serve, "continue")
     serves_again(serve)
     assert say(serve)
 
@@ -188,16 +188,18 @@ def test_new_weights_change_the_answers_and_the_old_ones_bring_them_back(
 ) -> None:
     before = say(serve)
     reader = Reader(serve)
-    outcome = obey(serve, "weights/update", {"source": {"type": "disk", "path": str(models[1])}, "version": "step-100"})
+    outcome = execute(
+        serve, "weights/update", {"source": {"type": "disk", "path": str(models[1])}, "version": "step-100"}
+    )
     assert outcome["weight_version"] == "step-100"
-    assert standing(serve)["weight_version"] == "step-100"
+    assert control_status(serve)["weight_version"] == "step-100"
     assert reader.whole()
     assert say(serve) != before
     missing = {"source": {"type": "disk", "path": str(models[1] / "no")}, "version": "3"}
     status, answer = order(serve, "weights/update", missing)
     assert (status, answer["error"]["code"]) == (400, "invalid_request")
-    assert standing(serve)["weight_version"] == "step-100"
-    obey(serve, "weights/update", {"source": {"type": "disk", "path": str(models[0])}, "version": "step-0"})
+    assert control_status(serve)["weight_version"] == "step-100"
+    execute(serve, "weights/update", {"source": {"type": "disk", "path": str(models[0])}, "version": "step-0"})
     assert say(serve) == before
 
 
@@ -211,26 +213,26 @@ def test_the_cache_can_be_cleared(serve: Serve) -> None:
 
     cached()
     assert cached() > 0
-    obey(serve, "cache/clear")
+    execute(serve, "cache/clear")
     assert cached() == 0
 
 
 def test_a_profile_appears_after_its_steps(serve: Serve, tmp_path: Path) -> None:
-    path = Path(obey(serve, "profile/start", {"directory": str(tmp_path / "profiles"), "steps": 5})["path"])
+    path = Path(execute(serve, "profile/start", {"directory": str(tmp_path / "profiles"), "steps": 5})["path"])
     say(serve)
     assert path.parent == tmp_path / "profiles"
     assert eventually(lambda: json.loads(path.read_text())["traceEvents"], what="the profile")
-    assert obey(serve, "profile/stop")["path"] == str(path)
+    assert execute(serve, "profile/stop")["path"] == str(path)
 
 
 def test_d34_naming_a_weight_version_ends_no_request(serve: Serve) -> None:
     reader = Reader(serve)
-    before = standing(serve)["weight_version"]
+    before = control_status(serve)["weight_version"]
     assert ctl(serve, "weights/version", "--version", "renamed").returncode == 0
     assert json.loads(serve.system("/control/weights/version")[1])["weight_version"] == "renamed"
-    assert standing(serve)["listed"]
+    assert control_status(serve)["registered"]
     assert reader.whole() == Reader(serve).whole()
-    obey(serve, "weights/version", {"version": before})
+    execute(serve, "weights/version", {"version": before})
 
 
 def test_d13_drain_lets_requests_finish(serve: Serve) -> None:
@@ -240,7 +242,7 @@ def test_d13_drain_lets_requests_finish(serve: Serve) -> None:
     assert (status, answer["error"]["code"]) == (409, "conflict")
     assert "1 requests still run" in answer["error"]["message"]
     serves_again(serve)
-    assert obey(serve, "pause", {"mode": "drain"})["paused"]
+    assert execute(serve, "pause", {"mode": "drain"})["paused"]
     assert reader.whole() == undisturbed
     assert (serve.health(), serve.system("/live")[0]) == (503, 200)
     assert ctl(serve, "continue").stdout.startswith("continued")
@@ -248,7 +250,7 @@ def test_d13_drain_lets_requests_finish(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "body", "status", "code", "complaint"),
+    ("command", "body", "status", "code", "complaint"),
     [
         ("memory/release", {}, 422, "invalid_request", "`tags`"),
         ("memory/release", {"tags": ["cuda_graph"]}, 501, "unsupported", "cuda_graph"),
@@ -266,12 +268,12 @@ def test_d13_drain_lets_requests_finish(serve: Serve) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_bad_order_is_told_what_is_wrong_with_it(
-    serve: Serve, verb: str, body: object, status: int, code: str, complaint: str
+    serve: Serve, command: str, body: object, status: int, code: str, complaint: str
 ) -> None:
-    got, answer = order(serve, verb, body)
+    got, answer = order(serve, command, body)
     assert (got, answer["error"]["code"]) == (status, code)
     assert complaint in answer["error"]["message"]
-    assert standing(serve)["listed"]
+    assert control_status(serve)["registered"]
 
 
 def test_what_is_no_json_is_refused(serve: Serve) -> None:
@@ -348,12 +350,12 @@ def test_requests_go_to_the_other_worker_while_one_is_idle(
 ) -> None:
     serve = start(Serve, "--model", str(models[0]), *FLAGS, engine="torch", workers=2)
     before = say(serve)
-    obey(serve, "memory/release", {"tags": ["kv_cache", "weights"]}, worker=0)
+    execute(serve, "memory/release", {"tags": ["kv_cache", "weights"]}, worker=0)
     answers = {say(serve) for _ in range(20)}  # from the first moment on, none fails
     assert answers == {before}
     eventually(lambda: serve.instances() == 1)
-    obey(serve, "memory/resume", {"tags": ["kv_cache", "weights"]}, worker=0)
+    execute(serve, "memory/resume", {"tags": ["kv_cache", "weights"]}, worker=0)
     serves_again(serve, 2)
     assert {say(serve) for _ in range(6)} == {before}
-    obey(serve, "pause", worker=1)
+    execute(serve, "pause", worker=1)
     serve.stop()  # an idle worker stops like any other

@@ -39,9 +39,9 @@ COMPLETIONS = "/v1/completions"
 MODEL = "heavy"
 # One request is computed at a time, in steps of a few dozen milliseconds.
 STEPS = ("--torch-max-running", "1", "--torch-batch-tokens", "32", "--torch-threads", "1", "--torch-blocks", "1024")
-QUIET = ("--canary-s", "600")
+QUIET = ("--canary-interval-s", "600")
 CLAIM_S = 3.0
-LATE = ("--transfer-handoff", "late", "--transfer-ways", "tcp", "--transfer-claim-s", str(CLAIM_S))
+LATE = ("--kv-handoff", "late", "--kv-transports", "tcp", "--kv-claim-timeout-s", str(CLAIM_S))
 LONG_TOKENS = 3000  # seconds of prefill
 SHORT_TOKENS = 20
 FREE_S = 5.0  # asserted; measured is what the report says
@@ -315,7 +315,7 @@ def _processor_s(process: psutil.Process | None) -> float:
 @pytest.fixture(scope="module", params=["early", "late"])
 def hurried(start_shared: Callable[..., Serve], model: str, request: pytest.FixtureRequest) -> Iterator[Serve]:
     """Requests get little time."""
-    flags = (*STEPS, *QUIET, *(LATE if request.param == "late" else ()), "--deadline-s", str(DEADLINE_S))
+    flags = (*STEPS, *QUIET, *(LATE if request.param == "late" else ()), "--request-timeout-s", str(DEADLINE_S))
     serve = start_shared(Serve, "--model", model, *flags, engine="torch", prefill=1, decode=1)
     yield serve
     serve.stop()
@@ -362,7 +362,7 @@ class Asked:
 @pytest.fixture
 def brief(start: Callable[..., Serve], model: str) -> Callable[..., Serve]:
     """Start one whose workers have a second to drain; the test ends them."""
-    flags = (*STEPS, *QUIET, "--drain-s", "1")
+    flags = (*STEPS, *QUIET, "--drain-timeout-s", "1")
     return lambda *more: start(Serve, "--model", model, *flags, *more, engine="torch", prefill=1, decode=1)
 
 

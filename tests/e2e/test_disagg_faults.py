@@ -117,7 +117,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(start_shared: Callable[..., Serve], letters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory, port = tmp_path_factory.mktemp("discovery"), free_ports(1)
-    flags = ("--transfer-ways", "tcp", "--transfer-port", str(port), "--runtime-directory", str(directory))
+    flags = ("--kv-transports", "tcp", "--kv-port", str(port), "--runtime-directory", str(directory))
     serve = start_shared(Serve, "--model", str(letters), *EXACT, *QUICK, *flags, engine="torch", prefill=1, decode=1)
     yield Pair(serve, port, directory)
     serve.stop()
@@ -246,7 +246,7 @@ def test_who_has_no_right_to_a_room_gets_nothing_and_takes_nothing(pair: Pair, t
             guest = visit(pair, 7, b"secret", memory)
             accepted = await asyncio.to_thread(guest.hear)
             assert isinstance(accepted, wire.Accepted)
-            assert (accepted.ways, accepted.prompt_tokens) == (("tcp",), 100)
+            assert (accepted.transports, accepted.prompt_tokens) == (("tcp",), 100)
             assert wrong(visit(pair, 7, b"secret", memory)) == "room 7 is claimed by somebody else"
             blocks: list[int] = []
             while not isinstance(message := await asyncio.to_thread(guest.hear), wire.Computed) or not message.complete:
@@ -380,10 +380,10 @@ def test_a_full_dev_shm_is_not_needed(
     wrapper.write_text(f'#!/bin/sh\nexec {" ".join(command)} \'{full}; exec "$0" "$@"\' {BATON} "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setattr("tests.e2e.harness.BATON", str(wrapper))
-    serve = start(Serve, "--model", str(letters), *EXACT, "--transfer-ways", "shm", engine="torch", prefill=1, decode=1)
+    serve = start(Serve, "--model", str(letters), *EXACT, "--kv-transports", "shm", engine="torch", prefill=1, decode=1)
     mounts = Path(f"/proc/{serve.worker(1).pid}/mounts").read_text()
     assert "full /dev/shm" in mounts
     for question, text in list(texts.items())[:6]:
         assert ask(serve, question, stream=False).text == text
-    assert serve.metric("baton_transfer_bytes_total", 1, way="shm") > 0
+    assert serve.metric("baton_transfer_bytes_total", 1, transport="shm") > 0
     serve.stop()

@@ -47,7 +47,7 @@ def texts(start_shared: Callable[..., Serve], letters: Path) -> dict[Question, s
 @pytest.fixture(scope="module", params=["early", "late"])
 def moving(start_shared: Callable[..., Serve], letters: Path, request: pytest.FixtureRequest) -> Iterator[Serve]:
     """Two workers of each role."""
-    flags = (*EXACT, *QUICK, *SLOW_PREFILL, "--transfer-handoff", request.param)
+    flags = (*EXACT, *QUICK, *SLOW_PREFILL, "--kv-handoff", request.param)
     serve = start_shared(Serve, "--model", str(letters), *flags, engine="torch", prefill=2, decode=2)
     yield serve
     serve.stop()

@@ -32,7 +32,7 @@ REQUESTS = int(os.environ.get("SOAK_REQUESTS", "5000"))
 WARM_UP = {"early": 8000, "late": 600}  # memory grows for the first thousands of requests, and then no more
 AT_ONCE = 24
 GIVEN_UP = 0.1
-FLAGS = ("--torch-blocks", "1024", "--torch-batch-tokens", "256", "--torch-threads", "1", "--canary-s", "600")
+FLAGS = ("--torch-blocks", "1024", "--torch-batch-tokens", "256", "--torch-threads", "1", "--canary-interval-s", "600")
 SAMPLES = 20  # of memory, over the run
 ANSWER_S = 60.0
 SETTLE_S = 30.0
@@ -73,9 +73,7 @@ def test_nothing_stays_behind(
 ) -> None:
     model = make_tiny_model(tmp_path / MODEL)
     count = REQUESTS if style == "early" else REQUESTS // 5
-    split = start(
-        Serve, "--model", str(model), *FLAGS, "--transfer-handoff", style, engine="torch", prefill=1, decode=2
-    )
+    split = start(Serve, "--model", str(model), *FLAGS, "--kv-handoff", style, engine="torch", prefill=1, decode=2)
     workers = [split.worker(number) for number in range(split.workers)]
     chance = random.Random(7)
     run(split, [ask(chance, style == "late") for _ in range(WARM_UP[style])], lambda _: None)

@@ -118,7 +118,7 @@ def test_a_worker_joins_and_leaves_under_load_and_nobody_notices(
 
 
 def test_ways_that_do_not_meet_are_named(start: Callable[..., Apart], letters: Path) -> None:
-    own = [("--role", "prefill", "--transfer-ways", "tcp"), ("--role", "decode", "--transfer-ways", "shm")]
+    own = [("--role", "prefill", "--kv-transports", "tcp"), ("--role", "decode", "--kv-transports", "shm")]
     apart = start(Apart, "--model", str(letters), *EXACT, own=own)
     for stream in (False, True):
         answer = ask(apart, Question("Which way?", 8), stream)
@@ -134,13 +134,15 @@ def test_ways_that_do_not_meet_are_named(start: Callable[..., Apart], letters: P
     [
         (
             "decode",
-            ("--torch-block", "32"),
-            "this worker's KV blocks have 32 tokens, those of the prefill workers 16: give both the same --torch-block",
+            ("--torch-block-size", "32"),
+            "this worker's KV blocks have 32 tokens, those of the prefill workers 16: give both the same"
+            " --torch-block-size",
         ),
         (
             "prefill",
-            ("--torch-block", "8"),
-            "this worker's KV blocks have 8 tokens, those of the decode workers 16: give both the same --torch-block",
+            ("--torch-block-size", "8"),
+            "this worker's KV blocks have 8 tokens, those of the decode workers 16: give both the same"
+            " --torch-block-size",
         ),
         ("decode", ("--torch-dtype", "bfloat16"), "give both the same --torch-dtype"),
     ],
@@ -163,9 +165,9 @@ def test_another_model_of_the_same_name_is_refused(serve: Serve, role: str, tmp_
         (("--prefill", "1"), "give --decode too"),
         (("--decode", "1"), "give --prefill too"),
         (("--prefill", "1", "--decode", "1", "--workers", "2"), "drop it, or --prefill and --decode"),
-        (("--prefill", "1", "--decode", "1", "--accepts", "text"), "drop --accepts text"),
+        (("--prefill", "1", "--decode", "1", "--model-input", "text"), "drop --model-input text"),
         (("--prefill", "1", "--decode", "1", "--role", "decode"), "drop --role decode"),
-        (("--prefill", "1", "--decode", "1", "--transfer-ways", "pigeon"), "--transfer-ways"),
+        (("--prefill", "1", "--decode", "1", "--kv-transports", "pigeon"), "--kv-transports"),
         (("--prefill", "1", "--decode", "1", "--engine", "echo", "--model", ""), "engine echo cannot hand KV"),
     ],
 )

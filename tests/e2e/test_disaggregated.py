@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 MODEL = "tiny"
 # Prompts of 3,000 tokens are computed in two dozen chunks, and sent chunk by chunk.
 CHUNKED = ("--torch-batch-tokens", "128", "--torch-blocks", "1024")
-WAYS = ["shm", "tcp", "nixl", "late"]
+TRANSPORTS = ["shm", "tcp", "nixl", "late"]
 LONG = "".join(f"{number} bottles of beer on the wall, " for number in range(100))
 PROMPTS = {
     "one token": "a",
@@ -49,23 +49,23 @@ def whole(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
     serve.stop()
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def split(start_shared: Callable[..., Serve], model: str, request: pytest.FixtureRequest) -> Iterator[Serve]:
     """A prefill and a decode worker on the same model, with one way between them."""
-    way = request.param
-    if way == "nixl" and not nixl.available():
+    transport = request.param
+    if transport == "nixl" and not nixl.available():
         pytest.skip("NIXL is not installed")
-    flags = ["--transfer-handoff", "late"] if way == "late" else ["--transfer-ways", way]
+    flags = ["--kv-handoff", "late"] if transport == "late" else ["--kv-transports", transport]
     serve = start_shared(Serve, "--model", model, *CHUNKED, *flags, engine="torch", prefill=1, decode=1)
     yield serve
-    assert_only_this_way(serve, "shm" if way == "late" else way)
+    assert_only_this_way(serve, "shm" if transport == "late" else transport)
     serve.stop()
 
 
-def assert_only_this_way(serve: Serve, way: str) -> None:
+def assert_only_this_way(serve: Serve, transport: str) -> None:
     """The KV took the way that it was told to take."""
-    sent = {name: serve.metric("baton_transfer_bytes_total", 1, way=name) for name in ("shm", "tcp", "nixl")}
-    assert [name for name, count in sent.items() if count] == [way]
+    sent = {name: serve.metric("baton_transfer_bytes_total", 1, transport=name) for name in ("shm", "tcp", "nixl")}
+    assert [name for name, count in sent.items() if count] == [transport]
 
 
 def handed_off_late(serve: Serve) -> bool:
@@ -124,7 +124,7 @@ def test_choices_and_seeds_are_the_same(whole: Serve, split: Serve) -> None:
     options: dict[str, Any] = {"seed": 5, "temperature": 1.0}
     assert said(complete(split, LONG[:500], **options)) == said(complete(whole, LONG[:500], **options))
     if not handed_off_late(split):
-        with pytest.raises(openai.BadRequestError, match="--transfer-handoff late"):
+        with pytest.raises(openai.BadRequestError, match="--kv-handoff late"):
             complete(split, LONG[:500], n=3, **options)
         return
     expected = said(complete(whole, LONG[:500], n=3, **options))

@@ -92,7 +92,7 @@ def test_a_worker_told_to_stop_finishes_its_streams(start: Callable[..., Cluster
 
 
 def test_streams_that_outlast_the_drain_move_without_gap_or_repeat(start: Callable[..., Cluster]) -> None:
-    cluster = start(Cluster, "--echo-pace-ms", "10", "--drain-s", "0.5", workers=2)
+    cluster = start(Cluster, "--echo-pace-ms", "10", "--drain-timeout-s", "0.5", workers=2)
     readers = begin(cluster, 6, 400)
     cluster.processes[0].signal(signal.SIGTERM)
     assert_some_moved(readers, 400, at_most=3)
@@ -122,7 +122,7 @@ def test_serve_told_to_stop_finishes_its_streams_and_leaves_nothing(start: Calla
 def test_a_second_signal_ends_serve_at_once_and_its_processes_soon(
     start: Callable[..., Serve], number: signal.Signals
 ) -> None:
-    serve = start(Serve, "--echo-pace-ms", "10", "--stall-s", "4")
+    serve = start(Serve, "--echo-pace-ms", "10", "--stall-timeout-s", "4")
     begin(serve, 1, 20_000)
     children = serve.children()
     serve.process.signal(number)
@@ -133,7 +133,7 @@ def test_a_second_signal_ends_serve_at_once_and_its_processes_soon(
 
 
 def test_processes_end_by_themselves_when_the_supervisor_is_killed(start: Callable[..., Serve]) -> None:
-    serve = start(Serve, "--stall-s", "2", workers=2)
+    serve = start(Serve, "--stall-timeout-s", "2", workers=2)
     children = serve.children()
     assert len(children) == 3
     serve.process.signal(signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_a_model_whose_last_worker_has_left_is_not_found(start: Callable[..., Cl
 
 
 def test_streams_survive_a_frozen_worker_and_it_is_replaced(start: Callable[..., Serve]) -> None:
-    serve = start(Serve, "--echo-pace-ms", "10", "--stall-s", "3", workers=2)
+    serve = start(Serve, "--echo-pace-ms", "10", "--stall-timeout-s", "3", workers=2)
     readers = begin(serve, 10, 600)
     victim = serve.worker(0)
     victim.suspend()
@@ -236,7 +236,7 @@ def test_a_frontend_that_dies_is_replaced(start: Callable[..., Serve]) -> None:
 @pytest.fixture(scope="module")
 def faulty(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
     """Two workers that obey the faults in their prompts."""
-    serve = start_shared(Serve, "--echo-faults", "--echo-pace-ms", "5", "--stall-s", "3", workers=2)
+    serve = start_shared(Serve, "--echo-faults", "--echo-pace-ms", "5", "--stall-timeout-s", "3", workers=2)
     yield serve
     serve.stop()
 
@@ -256,7 +256,7 @@ def test_a_request_that_the_engine_fails_harms_no_other(faulty: Serve) -> None:
 
 
 def test_a_stalled_engine_is_taken_out_and_its_streams_move(start: Callable[..., Serve]) -> None:
-    serve = start(Serve, "--echo-faults", "--echo-pace-ms", "10", "--stall-s", "2", workers=2)
+    serve = start(Serve, "--echo-faults", "--echo-pace-ms", "10", "--stall-timeout-s", "2", workers=2)
     readers = begin(serve, 6, 500)
     with serve.open(CHAT, body("[[stall]] please", 20, stream=True)):
         stuck = eventually(lambda: in_flight(serve).index(4) + 1, what="the fault is in") - 1
@@ -287,7 +287,7 @@ def seems_stuck(serve: Serve, worker: int) -> bool:
 def test_a_request_that_breaks_the_engine_ends_in_an_error_that_can_be_retried(
     start: Callable[..., Serve], fault: str
 ) -> None:
-    serve = start(Serve, "--echo-faults", "--stall-s", "1", "--migrations", "0", workers=2)
+    serve = start(Serve, "--echo-faults", "--stall-timeout-s", "1", "--migrations", "0", workers=2)
     pids = {serve.worker(number).pid for number in range(2)}
     status, text = serve.post(CHAT, body(f"{fault} please", 20))
     assert (status, json.loads(text)["code"]) == (503, 503)
@@ -317,7 +317,17 @@ def test_the_system_comes_back_after_a_request_that_kills_every_worker_it_meets(
 
 
 def test_the_canary_takes_an_idle_worker_with_a_stuck_engine_out(start: Callable[..., Serve]) -> None:
-    serve = start(Serve, "--echo-faults", "--canary-s", "0.5", "--canary-timeout-s", "1", "--stall-s", "20", workers=2)
+    serve = start(
+        Serve,
+        "--echo-faults",
+        "--canary-interval-s",
+        "0.5",
+        "--canary-timeout-s",
+        "1",
+        "--stall-timeout-s",
+        "20",
+        workers=2,
+    )
     with serve.open(CHAT, body("[[stall]] please", 20, stream=True)):
         stuck = busy_worker(serve)
     eventually(lambda: in_flight(serve) == [0, 0], what="the client is gone")
@@ -332,7 +342,9 @@ def test_the_canary_takes_an_idle_worker_with_a_stuck_engine_out(start: Callable
 
 
 def test_a_worker_that_the_canary_took_out_is_replaced(start: Callable[..., Serve]) -> None:
-    serve = start(Serve, "--echo-faults", "--canary-s", "0.5", "--canary-timeout-s", "1", "--stall-s", "4")
+    serve = start(
+        Serve, "--echo-faults", "--canary-interval-s", "0.5", "--canary-timeout-s", "1", "--stall-timeout-s", "4"
+    )
     pid = serve.worker().pid
     with serve.open(CHAT, body("[[stall]] please", 20, stream=True)):
         eventually(lambda: serve.load()["in_flight"] == 1, what="the fault is in")

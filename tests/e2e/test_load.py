@@ -52,7 +52,7 @@ def test_300_whole_answers_at_once_are_all_right(serve: Serve) -> None:
 @pytest.fixture(scope="module")
 def flat_out(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
     """An engine that makes tokens as fast as it can, and sends each in a chunk of its own."""
-    serve = start_shared(Serve, "--flush-ms", "0")
+    serve = start_shared(Serve, "--flush-interval-ms", "0")
     yield serve
     serve.stop()
 
@@ -95,7 +95,7 @@ def test_a_reader_that_never_reads_a_huge_stream_delays_nobody(flat_out: Serve, 
 
 def test_a_reader_that_does_not_read_for_too_long_is_dropped(start: Callable[..., Serve]) -> None:
     # Sixteen choices of a token a millisecond fill what the runtime holds for an unread stream within seconds.
-    serve = start(Serve, "--flush-ms", "0", "--echo-pace-ms", "1", "--reader-stall-s", "1")
+    serve = start(Serve, "--flush-interval-ms", "0", "--echo-pace-ms", "1", "--reader-stall-timeout-s", "1")
     with serve.open(CHAT, body("never read. ", 1_000_000, stream=True, n=16), receive_buffer=4096):
         eventually(lambda: serve.load()["in_flight"] == 1, what="the unread stream runs")
         eventually(lambda: serve.metric("baton_errors_total", code="reader_stalled") == 1, 60, "the worker gives it up")

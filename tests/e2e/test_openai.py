@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "Hello, world."}]
 @pytest.fixture(scope="module", params=["tokens", "text"])
 def serve(start_shared: Callable[..., Serve], request: pytest.FixtureRequest) -> Iterator[Serve]:
     """A `baton serve` for each format that workers accept."""
-    serve = start_shared(Serve, "--accepts", request.param)
+    serve = start_shared(Serve, "--model-input", request.param)
     yield serve
     serve.stop()
 

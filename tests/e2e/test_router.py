@@ -155,7 +155,7 @@ def test_requests_of_a_pool_that_dies_are_served_by_another(start: Callable[...,
 
 
 def test_a_worker_that_is_frozen_holds_up_its_own_requests_only(start: Callable[..., Pooled]) -> None:
-    pooled = start(Pooled, changed(ECHO), workers=2, arguments=["--deadline-s", "4"])
+    pooled = start(Pooled, changed(ECHO), workers=2, arguments=["--request-timeout-s", "4"])
     far = pooled.worker(FAR)
     far.suspend()
     try:

@@ -30,7 +30,7 @@ def test_half_a_request_does_not_hold_it_up_for_long(start: Callable[..., Serve]
 
 
 def test_a_frozen_worker_is_killed_and_named(start: Callable[..., Serve]) -> None:
-    serve = start(Serve, "--drain-s", "1", workers=2)
+    serve = start(Serve, "--drain-timeout-s", "1", workers=2)
     serve.worker(1).send_signal(signal.SIGSTOP)
     assert stop(serve) < 40
     output = serve.process.output.read_text()
@@ -40,7 +40,7 @@ def test_a_frozen_worker_is_killed_and_named(start: Callable[..., Serve]) -> Non
 
 @pytest.mark.slow
 def test_a_worker_that_was_frozen_until_discovery_forgot_it_comes_back(start: Callable[..., Serve]) -> None:
-    serve = start(Serve, "--canary-s", "1", workers=2)
+    serve = start(Serve, "--canary-interval-s", "1", workers=2)
     frozen = serve.worker(1)
     frozen.send_signal(signal.SIGSTOP)
     eventually(lambda: serve.instances() == 1, 20, "discovery has forgotten it")

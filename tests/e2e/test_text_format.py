@@ -10,7 +10,7 @@ from tests.e2e.harness import Serve, eventually
 
 pytestmark = pytest.mark.e2e
 
-SERVE = ("--accepts", "text", "--echo-context", "4096", "--echo-pace-ms", "1")
+SERVE = ("--model-input", "text", "--echo-context", "4096", "--echo-pace-ms", "1")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello, world."}]
 
@@ -111,7 +111,7 @@ def test_a_plain_text_response_format_is_served(serve: Serve) -> None:
 def faulty(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
     """Two workers that obey the faults in their prompts and give requests two seconds."""
     serve = start_shared(
-        Serve, "--accepts", "text", "--echo-faults", "--echo-pace-ms", "5", "--deadline-s", "2", workers=2
+        Serve, "--model-input", "text", "--echo-faults", "--echo-pace-ms", "5", "--request-timeout-s", "2", workers=2
     )
     yield serve
     serve.stop()

@@ -79,8 +79,8 @@ def test_a_decode_worker_joins_and_leaves(serve: Serve, tmp_path: Path) -> None:
     ("flags", "words"),
     [
         (
-            ("--torch-block", "32"),
-            "blocks have 32 tokens, those of the prefill workers 16: give both the same --torch-block",
+            ("--torch-block-size", "32"),
+            "blocks have 32 tokens, those of the prefill workers 16: give both the same --torch-block-size",
         ),
         (("--torch-dtype", "float32"), "give both the same --torch-dtype"),
     ],
@@ -98,7 +98,7 @@ def test_a_worker_whose_kv_is_not_alike_does_not_start(serve: Serve, flags: tupl
     [
         (("--prefill", "1"), "give --decode too"),
         (("--prefill", "1", "--decode", "1", "--workers", "2"), "drop it, or --prefill and --decode"),
-        (("--prefill", "1", "--decode", "1", "--accepts", "text"), "drop --accepts text"),
+        (("--prefill", "1", "--decode", "1", "--model-input", "text"), "drop --model-input text"),
         (("--role", "decode"), "give --prefill and --decode instead"),
     ],
 )

@@ -130,7 +130,7 @@ def test_penalties_and_stop_strings(serve: Serve) -> None:
 
 def test_in_text_format_it_takes_a_bias(start_shared: Callable[..., Serve], serve: Serve) -> None:
     # In token format the frontend drops it.
-    text = start_shared(Serve, "--accepts", "text", engine="torch")
+    text = start_shared(Serve, "--model-input", "text", engine="torch")
     try:
         assert "Tokyo" in chat(text, JAPAN).choices[0].message.content
         stuck = chat(text, JAPAN, logit_bias={"42": 100}, max_tokens=5).choices[0].message.content

@@ -36,7 +36,7 @@ class TestedEngine(SglangEngine):
     __test__ = False
 
     def __init__(self, model: Path, part: Part = "whole", *more: str, **options: Any) -> None:
-        chosen = SglangOptions(**({"metrics": False, "start_s": START_S} | options))
+        chosen = SglangOptions(**({"metrics": False, "start_timeout_s": START_S} | options))
         super().__init__(chosen, (*CPU, *more), model, "tiny", part)
         self.given: list[RequestId] = []
         self.is_stopped = False

@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.ports.engine import Work
-from baton.protocol.handoff import Bootstrap, Consume, Handoff, Produce, Trial
+from baton.protocol.handoff import Bootstrap, Consume, Handoff, LocalProbe, Produce
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import TokenDelta
 from baton.protocol.requests import Sampling, StopConditions
@@ -25,7 +25,7 @@ def say(**answer: object) -> None:
 def handoff_of(order: dict[str, Any]) -> Handoff | None:
     """Return what an order says of the other side."""
     if order["do"] == "trial":
-        return Trial()
+        return LocalProbe()
     if order["do"] == "generate":
         return None
     place = Bootstrap(host=order["host"], port=order["port"], room=order["room"])

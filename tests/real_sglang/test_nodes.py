@@ -27,7 +27,7 @@ CPU = (
 TWO_CACHES = ("--attn-dp-size", "2")  # each node has a rank, with a cache of its own; else they split one
 CORES = f"0|{min(1, (os.cpu_count() or 1) - 1)}"  # of each rank: SGLang asks where there are more ranks than sockets
 SETTINGS = {
-    "BATON_START_S": "300",
+    "BATON_START_TIMEOUT_S": "300",
     "BATON_CANARY_TIMEOUT_S": "60",
     "BATON_ROUTER": "kv",
     "OMP_NUM_THREADS": "1",
@@ -57,13 +57,15 @@ class Nodes(Cluster):
         rank = "1" if number == FOLLOWER else "0"
         process = super().start_worker(number, "--node-rank", rank, "--dist-init-addr", self.meeting, *more)
         if number == FOLLOWER and self.in_turn:
-            eventually(lambda: len(psutil.Process(process.pid).children()) >= 2, self.start_s, "its own processes")
+            eventually(
+                lambda: len(psutil.Process(process.pid).children()) >= 2, self.start_timeout_s, "its own processes"
+            )
         return process
 
     def wait_ready(self) -> None:
         """See `Cluster.wait_ready`."""
         for number in (FOLLOWER, LEADER):
-            eventually(lambda n=number: self.health(n) == 200, self.start_s, f"worker {number} is ready")
+            eventually(lambda n=number: self.health(n) == 200, self.start_timeout_s, f"worker {number} is ready")
         eventually(self.is_ready, START_S, "the model is listed")
 
     def family(self) -> list[psutil.Process]:

@@ -60,7 +60,7 @@ def engine(bench: Bench, tiny: Path) -> Engines:
 
 
 async def update(session: Session, source: Any, version: str = "v") -> Any:
-    return await session.engine.control(UpdateWeights(source=source, version=version))
+    return await session.engine.execute(UpdateWeights(source=source, version=version))
 
 
 def tensor_of(model: Path, name: str) -> Any:
@@ -73,7 +73,7 @@ def test_a_pause_that_ends_requests_says_that_it_was_one(engine: Engines) -> Non
     async def body(session: Session) -> None:
         streams = [session.engine.submit(work(1000)) for _ in range(6)]
         await streams[0].read()
-        outcome = await session.engine.control(Pause(mode="abort"))
+        outcome = await session.engine.execute(Pause(mode="abort"))
         assert (outcome.requests, outcome.paused) == (6, True)
         for stream in streams:
             with pytest.raises(Paused):
@@ -81,7 +81,7 @@ def test_a_pause_that_ends_requests_says_that_it_was_one(engine: Engines) -> Non
         late = session.engine.submit(work(4))
         await asyncio.sleep(0.3)
         assert session.busy() == 1
-        assert (await session.engine.control(Continue())).paused is False
+        assert (await session.engine.execute(Continue())).paused is False
         assert len((await read_to_the_end(late)).tokens[0]) == 4
         await session.as_at_the_start(20)
 
@@ -136,15 +136,15 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(
     engine.run(body)
 
 
-@pytest.mark.parametrize("way", ["tensors", "shared_memory"])
-def test_single_tensors_change_the_answer(engine: Engines, tiny: Path, other: Path, way: str) -> None:
+@pytest.mark.parametrize("transport", ["tensors", "shared_memory"])
+def test_single_tensors_change_the_answer(engine: Engines, tiny: Path, other: Path, transport: str) -> None:
     name = "lm_head.weight"
 
     async def put(session: Session, model: Path) -> None:
         tensor = tensor_of(model, name)
         data = tensor.numpy().tobytes()
         shape = tuple(tensor.shape)
-        if way == "tensors":
+        if transport == "tensors":
             inline = InlineTensor(name=name, dtype="float32", shape=shape, data=data)
             await update(session, FromTensors(tensors=(inline,)), "tensor")
             return
@@ -174,7 +174,7 @@ def test_a_new_name_for_the_weights_touches_no_request(engine: Engines) -> None:
     async def body(session: Session) -> None:
         stream = session.engine.submit(work(400))
         await stream.read()
-        assert (await session.engine.control(SetWeightVersion(version="named"))).weight_version == "named"
+        assert (await session.engine.execute(SetWeightVersion(version="named"))).weight_version == "named"
         assert (await read_to_the_end(stream)).ends[0] is not None
 
     engine.run(body)
@@ -187,7 +187,7 @@ def test_a_cleared_cache_reuses_nothing(engine: Engines) -> None:
         assert (await answer_of(session, work(2, prompt=prompt)))[1].cached_tokens == 64
         running = session.engine.submit(work(300))
         await running.read()
-        await session.engine.control(ClearCache())
+        await session.engine.execute(ClearCache())
         assert (await answer_of(session, work(2, prompt=prompt)))[1].cached_tokens == 0
         assert len((await read_to_the_end(running)).ends) == 1
 
@@ -197,11 +197,11 @@ def test_a_cleared_cache_reuses_nothing(engine: Engines) -> None:
 def test_a_profile_is_written_where_it_was_asked_for(engine: Engines, tmp_path: Path) -> None:
     async def body(session: Session) -> None:
         with pytest.raises(InvalidRequest):
-            await session.engine.control(StopProfile())
-        outcome = await session.engine.control(StartProfile(directory=str(tmp_path)))
+            await session.engine.execute(StopProfile())
+        outcome = await session.engine.execute(StartProfile(directory=str(tmp_path)))
         assert outcome.path == str(tmp_path)
         await answer_of(session, work(4))
-        await session.engine.control(StopProfile())
+        await session.engine.execute(StopProfile())
 
     engine.run(body)
     assert list(tmp_path.iterdir())
@@ -209,11 +209,11 @@ def test_a_profile_is_written_where_it_was_asked_for(engine: Engines, tmp_path: 
 
 def test_what_the_engine_was_not_started_for_is_refused(engine: Engines) -> None:
     async def body(session: Session) -> None:
-        for verb in (ReleaseMemory(tags=("kv_cache",)), ListLoras()):
+        for command in (ReleaseMemory(tags=("kv_cache",)), ListLoras()):
             with pytest.raises(Unsupported):
-                await session.engine.control(verb)
+                await session.engine.execute(command)
         with pytest.raises(InvalidRequest, match="not in"):
-            await session.engine.control(LeaveGroup(group="nobody"))
+            await session.engine.execute(LeaveGroup(group="nobody"))
 
     engine.run(body)
 
@@ -235,15 +235,15 @@ def test_weights_come_through_a_group(engine: Engines, tiny: Path, other: Path) 
         )
         assert process.stdin is not None
         joined = JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=60)
-        await session.engine.control(joined)
+        await session.engine.execute(joined)
         spec = TensorSpec(name=name, dtype="float32", shape=shape)
         await update(session, FromGroup(group="trainer", tensors=(spec,)), "broadcast")
         assert (await answer_of(session, work(24)))[0] != before
         await update(session, FromGroup(group="trainer", tensors=(spec,)), "back")
         assert (await answer_of(session, work(24)))[0] == before
         with pytest.raises(InvalidRequest):
-            await session.engine.control(joined)
-        await session.engine.control(LeaveGroup(group="trainer"))
+            await session.engine.execute(joined)
+        await session.engine.execute(LeaveGroup(group="trainer"))
         process.stdin.close()
         assert await process.wait() == 0
 
@@ -256,7 +256,7 @@ def test_a_group_that_does_not_come_together_is_said_so(bench: Bench, engine: En
     async def body(session: Session) -> None:
         alone = JoinGroup(group="alone", host="127.0.0.1", port=9, rank=1, size=2, timeout_s=2)
         with pytest.raises(EngineFailed):
-            await session.engine.control(alone)
+            await session.engine.execute(alone)
         await session.engine.stop()
 
     engine.run(body)
@@ -286,16 +286,20 @@ def test_adapters_come_serve_and_go(bench: Bench, tiny: Path, tmp_path: Path) ->
     engine = Engines(bench, lambda: TestedEngine(tiny, "whole", *args, "--lora-backend", "torch_native"))
 
     async def body(session: Session) -> None:
-        control = session.engine.control
+        control = session.engine.execute
         plain, _, _ = await answer_of(session, work(12))
         assert (await control(LoadLora(name="fine", path=str(lora)))).adapters == ("fine",)
         tuned, end, _ = await answer_of(session, work(12, lora_name="fine"))
         assert tuned != plain
         assert end.cached_tokens == 0, "what another adapter has computed is not reused"
         assert (await answer_of(session, work(12)))[0] == plain
-        for verb in (LoadLora(name="fine", path=str(lora)), LoadLora(name="x", path="/nowhere"), UnloadLora(name="x")):
+        for command in (
+            LoadLora(name="fine", path=str(lora)),
+            LoadLora(name="x", path="/nowhere"),
+            UnloadLora(name="x"),
+        ):
             with pytest.raises(InvalidRequest):
-                await control(verb)
+                await control(command)
         assert (await control(UnloadLora(name="fine"))).adapters == ()
         assert (await control(ListLoras())).adapters == ()
         with pytest.raises(InvalidRequest, match="lora_name"):
@@ -321,10 +325,10 @@ def test_expert_records_are_written_and_found(bench: Bench, tmp_path: Path, monk
     engine = Engines(bench, lambda: TestedEngine(model, "whole", "--expert-distribution-recorder-mode", "stat"))
 
     async def body(session: Session) -> Any:
-        await session.engine.control(StartExpertRecord())
+        await session.engine.execute(StartExpertRecord())
         await answer_of(session, work(12))
-        await session.engine.control(StopExpertRecord())
-        outcome = await session.engine.control(DumpExpertRecord())
+        await session.engine.execute(StopExpertRecord())
+        outcome = await session.engine.execute(DumpExpertRecord())
         await session.engine.stop()
         return outcome
 

@@ -59,7 +59,7 @@ def test_embeddings_are_of_one_length_and_of_their_text(bench: Bench, tiny: Path
         with pytest.raises(Unsupported):
             engine.submit(work(1))
         with pytest.raises(Unsupported):
-            await engine.control(Pause(mode="keep"))
+            await engine.execute(Pause(mode="keep"))
 
     bench.run(body(), 150)
 

@@ -22,7 +22,7 @@ SPLIT = (
     *(*CPU, "--disaggregation-transfer-backend", "nixl", "--chunked-prefill-size", "256"),
     *("--disaggregation-decode-retraction-backup", "cpu_tensor"),
 )
-STOP = {"BATON_START_S": "300", "BATON_CANARY_TIMEOUT_S": "60", "OMP_NUM_THREADS": "1"}
+STOP = {"BATON_START_TIMEOUT_S": "300", "BATON_CANARY_TIMEOUT_S": "60", "OMP_NUM_THREADS": "1"}
 LONG = "".join(f"{number} bottles of beer on the wall, " for number in range(100))
 PROMPTS = ["a", "0123456789abcdef", "0123456789abcdefg", "What is the capital of Japan?", LONG[:600], LONG[:2500]]
 COMPLETIONS = "/v1/completions"
@@ -121,10 +121,10 @@ class TestOneWorker:
         assert "baton_requests_total" in text
 
     def test_pause_and_continue(self, whole: Serve) -> None:
-        assert control(whole, "pause", {"mode": "keep"})["paused"] is True
+        assert execute(whole, "pause", {"mode": "keep"})["paused"] is True
         status, _ = whole.post(COMPLETIONS, asking(20))
         assert status in (404, 503)
-        control(whole, "continue", {})
+        execute(whole, "continue", {})
         eventually(lambda: whole.post(COMPLETIONS, asking(20))[0] == 200, what="it serves again")
 
     def test_weights_are_replaced_and_a_wrong_shape_is_refused(
@@ -137,10 +137,10 @@ class TestOneWorker:
         status, text = order(whole, "weights/update", {"source": {"type": "disk", "path": str(wrong)}, "version": "x"})
         assert status == 400, text
         assert complete(whole, "once upon a time").choices[0].text == before, "old weights keep serving"
-        control(whole, "weights/update", {"source": {"type": "disk", "path": str(other)}, "version": "v2"})
+        execute(whole, "weights/update", {"source": {"type": "disk", "path": str(other)}, "version": "v2"})
         assert complete(whole, "once upon a time").choices[0].text != before
-        assert control(whole, "status")["weight_version"] == "v2"
-        control(whole, "weights/update", {"source": {"type": "disk", "path": model}, "version": "v1"})
+        assert execute(whole, "status")["weight_version"] == "v2"
+        execute(whole, "weights/update", {"source": {"type": "disk", "path": model}, "version": "v1"})
         assert complete(whole, "once upon a time").choices[0].text == before
 
 
@@ -209,13 +209,13 @@ class TestRouting:
         serve.stop()
 
 
-def order(serve: Serve, verb: str, body: dict[str, Any] | None, worker: int = 0) -> tuple[int, str]:
-    url = f"http://127.0.0.1:{serve.system_ports[worker]}/control/{verb}"
+def order(serve: Serve, command: str, body: dict[str, Any] | None, worker: int = 0) -> tuple[int, str]:
+    url = f"http://127.0.0.1:{serve.system_ports[worker]}/control/{command}"
     return fetch(url, None if body is None else json.dumps(body).encode())
 
 
-def control(serve: Serve, verb: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    status, text = order(serve, verb, body)
+def execute(serve: Serve, command: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    status, text = order(serve, command, body)
     assert status == 200, text
     answer: dict[str, Any] = json.loads(text)
     return answer

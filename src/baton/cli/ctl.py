@@ -11,7 +11,7 @@ import msgspec
 
 from baton.control.http.route_table import PREFIX, ROUTES, Route
 from baton.control.http.shapes import ProblemReply
-from baton.protocol.commands import Verb
+from baton.protocol.commands import Command
 
 EXIT_FAILED = 1
 WAIT_S = 3700.0
@@ -30,12 +30,12 @@ def _about_verbs() -> str:
     lines = []
     for route in ROUTES:
         lines.append(f"  {route.path}".ljust(width) + route.summary.split(";")[0])
-        if fields := " ".join(f"--{field.name.replace('_', '-')}" for field in _fields(route.verb)):
+        if fields := " ".join(f"--{field.name.replace('_', '-')}" for field in _fields(route.command)):
             lines.append(" " * width + fields)
     return "\n".join(lines)
 
 
-def _fields(kind: type[Verb] | None) -> Sequence[msgspec.structs.FieldInfo]:
+def _fields(kind: type[Command] | None) -> Sequence[msgspec.structs.FieldInfo]:
     return msgspec.structs.fields(kind) if kind is not None else ()
 
 
@@ -53,16 +53,16 @@ class _Command(click.Command):
     options_metavar="[OPTIONS]",
 )
 @click.argument("worker")
-@click.argument("verb")
+@click.argument("command")
 @click.argument("fields", nargs=-1, type=click.UNPROCESSED, metavar="[--FIELD VALUE | JSON]...")
 @click.option("--token", envvar="BATON_CONTROL_TOKEN", help="token of the worker; better in BATON_CONTROL_TOKEN")
 @click.option("--json", "raw", is_flag=True, help="print the reply as the worker sent it")
-def ctl(worker: str, verb: str, fields: tuple[str, ...], token: str | None, raw: bool) -> None:
+def ctl(worker: str, command: str, fields: tuple[str, ...], token: str | None, raw: bool) -> None:
     """Give one order to a WORKER: the port of its system server, host:port or a URL.
 
     A verb's fields are flags, lists separated by commas, or all of them one JSON object.
     """
-    route = _route(verb.strip("/"), bool(fields))
+    route = _route(command.strip("/"), bool(fields))
     body = _body(route, fields)
     try:
         reply = _call(f"{_address(worker)}{PREFIX}{route.path}", route.method, body, token)
@@ -92,20 +92,20 @@ def _address(worker: str) -> str:
 
 def _body(route: Route, words: tuple[str, ...]) -> bytes | None:
     """Return the body of the order, checked as the worker will check it."""
-    if route.method == "GET" or route.verb is None:
+    if route.method == "GET" or route.command is None:
         if words:
             raise click.UsageError(f"{route.path} has no fields")
         return None
     if len(words) == 1 and not words[0].startswith("--"):
-        return _checked(words[0].encode(), route.verb)
-    values = _flags(route, route.verb, words)
+        return _checked(words[0].encode(), route.command)
+    values = _flags(route, route.command, words)
     try:
-        return msgspec.json.encode(msgspec.convert(values, route.verb, strict=False))
+        return msgspec.json.encode(msgspec.convert(values, route.command, strict=False))
     except msgspec.ValidationError as error:
         raise click.UsageError(f"{route.path}: {error}") from None
 
 
-def _checked(body: bytes, kind: type[Verb]) -> bytes:
+def _checked(body: bytes, kind: type[Command]) -> bytes:
     try:
         msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
@@ -113,7 +113,7 @@ def _checked(body: bytes, kind: type[Verb]) -> bytes:
     return body
 
 
-def _flags(route: Route, kind: type[Verb], words: tuple[str, ...]) -> Json:
+def _flags(route: Route, kind: type[Command], words: tuple[str, ...]) -> Json:
     known = {field.name: field for field in msgspec.structs.fields(kind)}
     values: Json = {}
     pending = list(words)

@@ -22,11 +22,11 @@ class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     threads: Annotated[int, Meta(ge=0, description="cores to compute with; 0 is all that this process may use")] = 0
     context: Annotated[int, Meta(ge=0, description="context length in tokens; 0 is the model's own")] = 0
-    block: Annotated[int, Meta(ge=1, le=1024, description="tokens in a KV block")] = 16
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in a KV block")] = 16
     blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0 takes kv_share of the free memory")] = 0
-    kv_share: Annotated[float, Meta(gt=0, le=0.95, description="share of the free memory for KV when blocks is 0")] = (
-        0.3
-    )
+    kv_memory_fraction: Annotated[
+        float, Meta(gt=0, le=0.95, description="share of the free memory for KV when blocks is 0")
+    ] = 0.3
     max_running: Annotated[int, Meta(ge=1, le=4096, description="choices that run at once; others wait")] = 64
     batch_tokens: Annotated[
         int,
@@ -34,7 +34,7 @@ class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
             ge=0, description="most tokens in one step; longer prompts are cut into chunks; 0 is what suits the device"
         ),
     ] = 0
-    prefix_reuse: Annotated[
+    prefix_cache: Annotated[
         bool, Meta(description="keep the blocks of finished requests for prompts that begin alike")
     ] = True
     native: Annotated[
@@ -64,7 +64,7 @@ class SglangOptions(msgspec.Struct, frozen=True, kw_only=True):
             " --dist-init-addr it is the host of that",
         ),
     ] = "127.0.0.1"
-    start_s: Annotated[float, Meta(gt=0, description="the longest that loading and starting may take")] = 1800.0
+    start_timeout_s: Annotated[float, Meta(gt=0, description="the longest that loading and starting may take")] = 1800.0
 
 
 class ExpertOptions(msgspec.Struct, frozen=True, kw_only=True):

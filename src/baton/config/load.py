@@ -50,7 +50,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 _SECTION_COMMANDS = {
     "runtime": ("serve", "worker", "frontend", "router"),
-    "transfer": ("serve", "worker"),
+    "kv": ("serve", "worker"),
     "media": ("serve", "worker"),
     "torch": ("serve", "worker"),
     "sglang": ("serve", "worker"),
@@ -113,10 +113,10 @@ def _refuse_contradictions(settings: Settings) -> None:
         )
     if settings.topology and (settings.prefill or settings.encode or settings.workers != 1):
         raise ConfigError("--topology says which workers there are: drop --workers, --prefill, --decode and --encode")
-    if settings.accepts == "text" and (settings.prefill or settings.role in ("prefill", "decode", "encode")):
+    if settings.model_input == "text" and (settings.prefill or settings.role in ("prefill", "decode", "encode")):
         raise ConfigError(
             "prefill, decode and encode workers take tokens only, for the frontend that calls one after the other must"
-            " know the prompt's tokens: drop --accepts text"
+            " know the prompt's tokens: drop --model-input text"
         )
 
 

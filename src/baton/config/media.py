@@ -23,5 +23,5 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: Annotated[int, Meta(ge=1, description="largest size of an image, in pixels")] = 50_000_000
     max_items: Annotated[int, Meta(ge=0, description="pieces that one request may have")] = 32
     timeout_s: Annotated[
-        float, Meta(gt=0, le=3600, description="longest that one piece may take to fetch; less than transfer.claim_s")
+        float, Meta(gt=0, le=3600, description="longest that one piece may take to fetch; less than kv.claim_timeout_s")
     ] = 8.0

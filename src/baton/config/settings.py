@@ -14,7 +14,7 @@ from msgspec import Meta
 from baton.config.engines import EchoOptions, ExpertOptions, SglangOptions, TorchOptions, TrtllmOptions
 from baton.config.media import MediaOptions
 from baton.config.runtime import RuntimeOptions
-from baton.config.transfer import TransferOptions
+from baton.config.transfer import KvTransferOptions
 
 MAX_PORT = 65535
 
@@ -51,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["auto", "aggregated", "prefill", "decode", "embed", "encode"],
         _about("what a worker does; auto is what its model is for", _WORK),
     ] = "auto"
-    accepts: Annotated[
+    model_input: Annotated[
         Literal["tokens", "text"],
         _about("whether the frontend or the worker owns tokenizer and template", _WORK),
     ] = "tokens"
@@ -74,7 +74,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["round-robin", "random", "kv"],
         _about("how requests are spread over workers; kv sends a prompt where its beginning is cached", _FRONT),
     ] = "round-robin"
-    busy_share: Annotated[
+    busy_threshold: Annotated[
         float,
         Meta(ge=0, le=1),
         _about(
@@ -97,23 +97,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = "auto"
     control_token: Annotated[str, _about("token that operators' orders must bring; empty is none", _WORK)] = ""
     control_token_file: Annotated[str, _about("file with that token", _WORK)] = ""
-    control_s: Annotated[Seconds, _about("longest an operator's order may take; then the engine is stuck", _WORK)] = (
-        600.0
-    )
+    command_timeout_s: Annotated[
+        Seconds, _about("longest an operator's order may take; then the engine is stuck", _WORK)
+    ] = 600.0
     max_in_flight: Annotated[int, Meta(ge=1), _about("requests a worker accepts at once", _WORK)] = 1024
-    deadline_s: Annotated[Seconds, Meta(description="longest a request may take")] = 600.0
-    drain_s: Annotated[Seconds, Meta(description="time that running requests get at shutdown")] = 30.0
-    start_s: Annotated[Seconds, Meta(description="longest a start may take")] = 600.0
-    abort_s: Annotated[Seconds, _about("longest to wait for an engine to confirm an abort", _WORK)] = 10.0
-    flush_ms: Annotated[
+    request_timeout_s: Annotated[Seconds, Meta(description="longest a request may take")] = 600.0
+    drain_timeout_s: Annotated[Seconds, Meta(description="time that running requests get at shutdown")] = 30.0
+    start_timeout_s: Annotated[Seconds, Meta(description="longest a start may take")] = 600.0
+    abort_timeout_s: Annotated[Seconds, _about("longest to wait for an engine to confirm an abort", _WORK)] = 10.0
+    flush_interval_ms: Annotated[
         float,
         Meta(ge=0, le=1000),
         _about("shortest time between two chunks of a stream; tokens merge", _WORK),
     ] = 2.0
-    reader_stall_s: Annotated[Seconds, _about("longest a full stream waits for its reader", _WORK_ROUTE)] = 60.0
-    canary_s: Annotated[Seconds, _about("how often an idle worker is probed", _WORK)] = 10.0
+    reader_stall_timeout_s: Annotated[Seconds, _about("longest a full stream waits for its reader", _WORK_ROUTE)] = 60.0
+    canary_interval_s: Annotated[Seconds, _about("how often an idle worker is probed", _WORK)] = 10.0
     canary_timeout_s: Annotated[Seconds, _about("longest a probe may take", _WORK)] = 10.0
-    stall_s: Annotated[
+    stall_timeout_s: Annotated[
         Seconds, _about("longest an engine with work, or a worker process, may show no progress", _WORK)
     ] = 30.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what Baton logs")] = "info"
@@ -129,7 +129,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ""
     profile_dir: Annotated[str, _about("write a cProfile of the event loop here at exit", _WORK_ROUTE)] = ""
     runtime: RuntimeOptions = RuntimeOptions()
-    transfer: TransferOptions = TransferOptions()
+    kv: KvTransferOptions = KvTransferOptions()
     media: MediaOptions = MediaOptions()
     torch: TorchOptions = TorchOptions()
     sglang: SglangOptions = SglangOptions()
@@ -138,7 +138,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     echo: EchoOptions = EchoOptions()
 
     @property
-    def takes_orders(self) -> bool:
+    def accepts_commands(self) -> bool:
         """Whether a worker has control routes. Without a token anyone who reaches the system port can use them."""
         guarded = bool(self.control_token or self.control_token_file)
         return self.control == "on" or (self.control == "auto" and (guarded or _is_loopback(self.system_host)))

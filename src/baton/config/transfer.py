@@ -5,15 +5,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-WAYS = ("shm", "nixl", "tcp")  # best first
+TRANSPORTS = ("shm", "nixl", "tcp")  # best first
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
-class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):
+class KvTransferOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How KV gets from one worker to another, and how long each side waits for the other."""
 
-    ways: Annotated[
+    transports: Annotated[
         str,
         Meta(
             pattern="^(auto|(shm|nixl|tcp)(,(shm|nixl|tcp))*)$",
@@ -25,13 +25,17 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="whether decode is called with prefill or after it; auto is what the engine does best"),
     ] = "auto"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of a prefill worker's rooms; 0 is any free one")] = 0
-    claim_s: Annotated[Seconds, Meta(description="longest that KV waits to be claimed, and a claim for its KV")] = 10.0
-    connect_s: Annotated[Seconds, Meta(description="longest that a connection to another worker may take")] = 3.0
-    beat_s: Annotated[Seconds, Meta(description="how often the two sides of a room show that they live")] = 1.0
-    silence_s: Annotated[Seconds, Meta(description="silence after which the other side is taken for lost")] = 5.0
+    claim_timeout_s: Annotated[
+        Seconds, Meta(description="longest that KV waits to be claimed, and a claim for its KV")
+    ] = 10.0
+    connect_timeout_s: Annotated[Seconds, Meta(description="longest that a connection to another worker may take")] = (
+        3.0
+    )
+    heartbeat_s: Annotated[Seconds, Meta(description="how often the two sides of a room show that they live")] = 1.0
+    peer_timeout_s: Annotated[Seconds, Meta(description="silence after which the other side is taken for lost")] = 5.0
     checksum: Annotated[bool, Meta(description="verify KV that travels over tcp")] = False
 
 
-def chosen_ways(options: TransferOptions) -> tuple[str, ...]:
+def chosen_transports(options: KvTransferOptions) -> tuple[str, ...]:
     """Return the ways to try, best first."""
-    return WAYS if options.ways == "auto" else tuple(dict.fromkeys(options.ways.split(",")))
+    return TRANSPORTS if options.transports == "auto" else tuple(dict.fromkeys(options.transports.split(",")))

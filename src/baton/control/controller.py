@@ -18,12 +18,13 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
-from baton.control.discovery import Absence, Door, Presence
+from baton.control.discovery import AdmissionGate, DeregisterReason, DiscoveryRegistration
 from baton.engine_kit.capability_check import refuse_unsupported
 from baton.errors import BatonError, Conflict, Draining, EngineDead, EngineFailed, EngineStalled, Unsupported
 from baton.ports.control import Status
 from baton.ports.engine import Engine
 from baton.protocol.commands import (
+    Command,
     Continue,
     FromGroup,
     JoinGroup,
@@ -33,7 +34,6 @@ from baton.protocol.commands import (
     ResumeMemory,
     SetWeightVersion,
     UpdateWeights,
-    Verb,
 )
 
 log = logging.getLogger(__name__)
@@ -47,19 +47,24 @@ WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 
 
-class Orders:
+class Controller:
     """A Control (see `ports/control.py`) that keeps the worker's place in discovery in step with its engine."""
 
     def __init__(
-        self, engine: Engine, presence: Presence, door: Door, limit_s: float, fail: Callable[[BatonError], None]
+        self,
+        engine: Engine,
+        registration: DiscoveryRegistration,
+        gate: AdmissionGate,
+        limit_s: float,
+        fail: Callable[[BatonError], None],
     ) -> None:
-        self.presence = presence
+        self.registration = registration
         self._engine = engine
-        self._door = door
+        self._gate = gate
         self._limit_s = limit_s
         self._fail = fail
         self._lock = asyncio.Lock()
-        self._doing: str | None = None
+        self._running_command: str | None = None
         self._asking = False
         self._paused = False  # an operator's pause holds
         self._held = False  # the engine stands still, for that or for memory that is released
@@ -73,7 +78,7 @@ class Orders:
         return self._paused or self._held or bool(self._released)
 
     @property
-    def excused(self) -> bool:
+    def suspended(self) -> bool:
         """Whether it is no wonder that the engine answers no request now: it is idle by order, or at an order."""
         return self.idle or self._asking
 
@@ -83,64 +88,64 @@ class Orders:
             weight_version=self._weight_version,
             paused=self._paused,
             released=self._released,
-            doing=self._doing,
-            listed=self.presence.listed,
-            in_flight=self._door.in_flight,
+            command=self._running_command,
+            registered=self.registration.registered,
+            in_flight=self._gate.in_flight,
             capabilities=self._engine.capabilities,
         )
 
-    async def obey(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """See `Control.obey`. An engine that does not return in time is stuck, and ends the worker: EngineStalled."""
-        refuse_unsupported(verb, self._engine.capabilities)
+        refuse_unsupported(command, self._engine.capabilities)
         async with self._lock:
             self._refuse_when_closed()
-            self._doing = name_of(verb)
+            self._running_command = name_of(command)
             try:
-                return await self._carry_out(verb)
+                return await self._carry_out(command)
             except BatonError as error:
                 if error.scope == "worker" and not self._closed:
                     self._fail(error)
                 raise
             finally:
-                self._doing = None
+                self._running_command = None
 
     def close(self) -> None:
         """Take no more orders: the worker is leaving."""
         self._closed = True
 
-    async def _carry_out(self, verb: Verb) -> Outcome:
-        match verb:
+    async def _carry_out(self, command: Command) -> Outcome:
+        match command:
             case ReleaseMemory(tags=tags):
                 return await self._release(tuple(tag for tag in dict.fromkeys(tags) if tag not in self._released))
             case ResumeMemory(tags=tags):
                 return await self._resume(tuple(tag for tag in dict.fromkeys(tags) if tag in self._released))
             case Pause():
-                return await self._pause(verb)
+                return await self._pause(command)
             case Continue():
-                return await self._continue(verb)
+                return await self._continue(command)
             case UpdateWeights():
-                return await self._update(verb)
+                return await self._update(command)
             case SetWeightVersion():
-                return await self._name_weights(verb)
+                return await self._name_weights(command)
             case _:
-                return await self._ask(verb)
+                return await self._ask(command)
 
-    async def _pause(self, verb: Pause) -> Outcome:
+    async def _pause(self, command: Pause) -> Outcome:
         async with self._away():
-            if verb.mode == "drain":
-                await self._drained(verb.timeout_s)
-                verb = Pause(mode="keep")
-            outcome = await self._ask(verb)
+            if command.mode == "drain":
+                await self._drained(command.timeout_s)
+                command = Pause(mode="keep")
+            outcome = await self._ask(command)
             self._paused = self._held = outcome.paused is not False
         return self._as_it_is(outcome)
 
-    async def _continue(self, verb: Continue) -> Outcome:
+    async def _continue(self, command: Continue) -> Outcome:
         if not (self._paused or self._held):
             return self._as_it_is(Outcome(message="nothing to do: not paused"))
         if self._released:
             self._paused = False
             return self._as_it_is(Outcome(message=f"requests wait for {' and '.join(self._released)}"))
-        outcome = await self._ask(verb)
+        outcome = await self._ask(command)
         self._paused = self._held = outcome.paused is True
         await self._settle()
         return self._as_it_is(outcome)
@@ -162,19 +167,19 @@ class Orders:
         await self._settle()
         return self._as_it_is(outcome)
 
-    async def _update(self, verb: UpdateWeights) -> Outcome:
+    async def _update(self, command: UpdateWeights) -> Outcome:
         if WEIGHTS in self._released:
             raise Conflict("the weights are released; resume them before an update")
-        outcome = await self._ask(verb)
-        self._weight_version = outcome.weight_version or verb.version
+        outcome = await self._ask(command)
+        self._weight_version = outcome.weight_version or command.version
         return msgspec.structs.replace(outcome, weight_version=self._weight_version)
 
-    async def _name_weights(self, verb: SetWeightVersion) -> Outcome:
+    async def _name_weights(self, command: SetWeightVersion) -> Outcome:
         if self._engine.capabilities.weight_sources:
             with suppress(Unsupported):  # an engine need not know the name: the worker keeps it
-                await self._ask(verb)
-        self._weight_version = verb.version
-        return Outcome(message=f"the weights are called {verb.version}", weight_version=verb.version)
+                await self._ask(command)
+        self._weight_version = command.version
+        return Outcome(message=f"the weights are called {command.version}", weight_version=command.version)
 
     async def _stand_still(self, tags: tuple[str, ...]) -> None:
         """See that nothing runs in the memory of `tags`: the engine stops, or has finished where it cannot stop."""
@@ -186,24 +191,24 @@ class Orders:
         else:
             await self._drained(DRAIN_S)
 
-    async def _hold(self, verb: Pause) -> None:
-        await self._ask(verb)
+    async def _hold(self, command: Pause) -> None:
+        await self._ask(command)
         self._held = True
 
     async def _drained(self, timeout_s: float) -> None:
         """Wait until no request runs. Raises Conflict if that takes longer than `timeout_s`, or can never be."""
-        if self._held and self._door.in_flight:
+        if self._held and self._gate.in_flight:
             raise Conflict(
-                f"{self._door.in_flight} requests cannot finish, for the engine stands still: continue first"
+                f"{self._gate.in_flight} requests cannot finish, for the engine stands still: continue first"
             )
-        if not await self._door.idle(timeout_s):
-            raise Conflict(f"{self._door.in_flight} requests still run after {timeout_s:g} s; nothing has changed")
+        if not await self._gate.idle(timeout_s):
+            raise Conflict(f"{self._gate.in_flight} requests still run after {timeout_s:g} s; nothing has changed")
         self._refuse_when_closed()
 
     @asynccontextmanager
     async def _away(self) -> AsyncIterator[None]:
         """Be out of discovery for an order, and back if it fails."""
-        await self.presence.leave(Absence.ORDERED)
+        await self.registration.deregister(DeregisterReason.COMMANDED)
         try:
             yield
         except BatonError as error:
@@ -225,20 +230,20 @@ class Orders:
         if self._held:
             await self._ask(Continue())
             self._held = False
-        await self.presence.come_back(Absence.ORDERED)
+        await self.registration.register(DeregisterReason.COMMANDED)
 
-    async def _ask(self, verb: Verb) -> Outcome:
-        limit_s = _limit_s(verb, self._limit_s)
+    async def _ask(self, command: Command) -> Outcome:
+        limit_s = _limit_s(command, self._limit_s)
         self._asking = True
         try:
-            return await asyncio.wait_for(self._engine.control(verb), limit_s)
+            return await asyncio.wait_for(self._engine.execute(command), limit_s)
         except TimeoutError:
-            raise EngineStalled(f"the engine has not done {name_of(verb)} within {limit_s:g} s") from None
+            raise EngineStalled(f"the engine has not done {name_of(command)} within {limit_s:g} s") from None
         except BatonError:
             raise
         except Exception as error:
-            log.exception("%s failed in a way that the engine should have told", name_of(verb))
-            raise EngineFailed(f"{name_of(verb)} failed: {error!r}") from error
+            log.exception("%s failed in a way that the engine should have told", name_of(command))
+            raise EngineFailed(f"{name_of(command)} failed: {error!r}") from error
         finally:
             self._asking = False
 
@@ -251,9 +256,9 @@ class Orders:
         return msgspec.structs.replace(outcome, released=self._released, paused=self._paused)
 
 
-def name_of(verb: Verb) -> str:
+def name_of(command: Command) -> str:
     """Return what `verb` is called on the wire."""
-    return str(verb.__struct_config__.tag)
+    return str(command.__struct_config__.tag)
 
 
 def _first(told: tuple[str, ...] | None, asked: tuple[str, ...]) -> tuple[str, ...]:
@@ -261,8 +266,8 @@ def _first(told: tuple[str, ...] | None, asked: tuple[str, ...]) -> tuple[str, .
     return asked if told is None else told
 
 
-def _limit_s(verb: Verb, usual_s: float) -> float:
-    match verb:
+def _limit_s(command: Command, usual_s: float) -> float:
+    match command:
         case JoinGroup(timeout_s=own_s) | UpdateWeights(source=FromGroup(timeout_s=own_s)):
             return own_s + MARGIN_S
         case _:

@@ -12,7 +12,7 @@ from baton.ports.runtime import Endpoint
 log = logging.getLogger(__name__)
 
 
-class Door(Protocol):
+class AdmissionGate(Protocol):
     """What lets requests in, one by one; those on their way when the worker leaves discovery meet it shut."""
 
     @property
@@ -29,38 +29,38 @@ class Door(Protocol):
         """Wait until nobody is inside; return False if that takes longer than `timeout_s`."""
 
 
-class Absence(enum.Enum):
+class DeregisterReason(enum.Enum):
     """Why a worker is out of discovery."""
 
-    ILL = "ill"  # the canary has no answer
-    ORDERED = "ordered"  # an operator has paused it or released its memory
+    UNHEALTHY = "unhealthy"  # the canary has no answer
+    COMMANDED = "command"  # an operator has paused it or released its memory
 
 
-class Presence:
+class DiscoveryRegistration:
     """Lists a worker in discovery while there is no reason against it.
 
     `leave` and `come_back` are for several callers; each waits until discovery has been told.
     """
 
-    def __init__(self, endpoint: Endpoint, door: Door, limit_s: float = 5.0) -> None:
+    def __init__(self, endpoint: Endpoint, gate: AdmissionGate, limit_s: float = 5.0) -> None:
         self._endpoint = endpoint
-        self._door = door
+        self._gate = gate
         self._limit_s = limit_s
-        self._reasons: set[Absence] = set()
+        self._reasons: set[DeregisterReason] = set()
         self._closed = False
-        self._listed = True
+        self._registered = True
         self._lock = asyncio.Lock()
 
     @property
-    def listed(self) -> bool:
+    def registered(self) -> bool:
         """Whether discovery has this worker; False from the moment it begins to leave."""
-        return self._listed and not self._closed
+        return self._registered and not self._closed
 
     @property
     def _wanted(self) -> bool:
         return not self._reasons and not self._closed
 
-    async def leave(self, reason: Absence) -> None:
+    async def deregister(self, reason: DeregisterReason) -> None:
         """Be out of discovery for `reason`. Raises PeerLost, and the worker is as it was, if discovery does not answer.
 
         Requests that run go on. By order, those that come all the same are refused, so that they move on.
@@ -69,12 +69,12 @@ class Presence:
             if reason in self._reasons:
                 return
             if self._wanted:
-                await self._withdraw()
+                await self._deregister()
             self._reasons.add(reason)
-            if reason is Absence.ORDERED:
-                self._door.pause()
+            if reason is DeregisterReason.COMMANDED:
+                self._gate.pause()
 
-    async def come_back(self, reason: Absence) -> None:
+    async def register(self, reason: DeregisterReason) -> None:
         """Forget `reason`; with none left, be in discovery again.
 
         Raises EngineDead if that fails: a worker that cannot be found is of no use, and a restart mends it.
@@ -83,8 +83,8 @@ class Presence:
             if reason not in self._reasons:
                 return
             self._reasons.discard(reason)
-            if reason is Absence.ORDERED:
-                self._door.resume()
+            if reason is DeregisterReason.COMMANDED:
+                self._gate.resume()
             if self._wanted:
                 await self._restore()
 
@@ -92,12 +92,12 @@ class Presence:
         """Leave discovery for good: from now on nothing brings the worker back."""
         self._closed = True
         async with self._lock:
-            await self._told(self._endpoint.withdraw())
+            await self._told(self._endpoint.deregister())
 
-    async def _withdraw(self) -> None:
-        self._listed = False
+    async def _deregister(self) -> None:
+        self._registered = False
         try:
-            await self._told(self._endpoint.withdraw())
+            await self._told(self._endpoint.deregister())
         except Exception as error:
             log.warning("could not leave discovery: %r", error)
             await self._restore()
@@ -105,10 +105,10 @@ class Presence:
 
     async def _restore(self) -> None:
         try:
-            await self._told(self._endpoint.restore())
+            await self._told(self._endpoint.register())
         except Exception as error:
             raise EngineDead(f"this worker could not come back into discovery: {error!r}") from error
-        self._listed = True
+        self._registered = True
 
     async def _told(self, telling: Coroutine[Any, Any, None]) -> None:
         await asyncio.wait_for(telling, self._limit_s)

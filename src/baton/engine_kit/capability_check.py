@@ -6,6 +6,7 @@ from baton.errors import Unsupported
 from baton.ports.engine import Capabilities
 from baton.protocol.commands import (
     ClearCache,
+    Command,
     Continue,
     DumpExpertRecord,
     JoinGroup,
@@ -22,13 +23,12 @@ from baton.protocol.commands import (
     StopProfile,
     UnloadLora,
     UpdateWeights,
-    Verb,
 )
 
 
-def refuse_unsupported(verb: Verb, can: Capabilities) -> None:
+def refuse_unsupported(command: Command, can: Capabilities) -> None:
     """Raise Unsupported if a worker whose engine has these capabilities cannot do `verb`."""
-    match verb:
+    match command:
         case ReleaseMemory(tags=tags) | ResumeMemory(tags=tags):
             for tag in tags:
                 _need(tag, can.memory_tags, "tags", "memory that can be released")
@@ -43,7 +43,7 @@ def refuse_unsupported(verb: Verb, can: Capabilities) -> None:
         case SetWeightVersion():
             pass  # the worker itself keeps the name
         case _:
-            _refuse_by_flag(verb, can)
+            _refuse_by_flag(command, can)
 
 
 def pause_modes(can: Capabilities) -> frozenset[str]:
@@ -51,8 +51,8 @@ def pause_modes(can: Capabilities) -> frozenset[str]:
     return can.pause_modes | {"drain"} if "keep" in can.pause_modes else can.pause_modes
 
 
-def _refuse_by_flag(verb: Verb, can: Capabilities) -> None:
-    match verb:
+def _refuse_by_flag(command: Command, can: Capabilities) -> None:
+    match command:
         case ClearCache():
             _need_any(can.clear_cache, "clear a cache")
         case StartProfile() | StopProfile():

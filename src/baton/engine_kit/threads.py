@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def aside(name: str, work: Callable[[], T]) -> T:
+async def run_in_thread(name: str, work: Callable[[], T]) -> T:
     """Run `work` on a thread of its own and return its result; nobody waits for it when the process ends."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()

@@ -29,7 +29,7 @@ def _torch(settings: Settings) -> Engine:
         return TorchEmbedder(settings.torch, Path(settings.model), settings.name)
     from baton.engines.torch.engine import TorchEngine
 
-    return TorchEngine(settings.torch, Path(settings.model), settings.name, lends=settings.role == "prefill")
+    return TorchEngine(settings.torch, Path(settings.model), settings.name, exports_kv=settings.role == "prefill")
 
 
 def _sglang(settings: Settings) -> Engine:

@@ -4,36 +4,38 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from baton.handlers.build_work import build_work
-from baton.handlers.media import Intake
+from baton.handlers.media import MediaInput
 from baton.handlers.relay import relay
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Context
 from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
-from baton.request.tracker import Desk
+from baton.request.tracker import RequestTracker
 
 
 class AggregatedHandler:
     """Generates tokens from tokens on one engine."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk, intake: Intake | None = None) -> None:
+    def __init__(
+        self, engine: Engine, info: EngineInfo, tracker: RequestTracker, media_input: MediaInput | None = None
+    ) -> None:
         self._engine = engine
         self._info = info
-        self._desk = desk
-        self._intake = intake or Intake()
+        self._tracker = tracker
+        self._media_input = media_input or MediaInput()
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
-        with self._desk.open(context, len(request.token_ids)) as call:
+        with self._tracker.track(context, len(request.token_ids)) as call:
             if request.stop.max_tokens == 0:
                 # The frontend asks so when it moves a request here that had made its last token elsewhere.
                 yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(call.prompt_tokens, 0))
                 return
             can = self._engine.capabilities
-            media = await self._intake.admit(request, call, can)
+            media = await self._media_input.load(request, call, can)
             try:
                 work = build_work(request, call.request_id, self._info, can, context.trace_headers, media=media.items)
-                async with aclosing(relay(self._engine, work, call, self._desk.limits)) as chunks:
+                async with aclosing(relay(self._engine, work, call, self._tracker.limits)) as chunks:
                     async for chunk in chunks:
                         media.used()
                         yield chunk

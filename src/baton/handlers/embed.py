@@ -14,7 +14,7 @@ from baton.ports.runtime import Context
 from baton.ports.tokenizer import TextEncoder
 from baton.protocol.embeddings import Embeddings, EmbedRequest, Texts, TokenLists
 from baton.protocol.lifecycle import State
-from baton.request.tracker import Call, Desk
+from baton.request.tracker import RequestTracker, TrackedRequest
 
 TEXTS_AT_ONCE = 64
 
@@ -22,26 +22,26 @@ TEXTS_AT_ONCE = 64
 class EmbedHandler:
     """Embeds on one engine."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk, encoder: TextEncoder) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, tracker: RequestTracker, encoder: TextEncoder) -> None:
         self._engine = engine
         self._info = info
-        self._desk = desk
+        self._tracker = tracker
         self._encoder = encoder
 
     async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embeddings, None]:
         """Yield all vectors at once. Raises the errors of `errors.py`; closing the iterator takes the work back."""
-        with self._desk.open(context, 0) as call:
+        with self._tracker.track(context, 0) as tracked:
             self._check_dimensions(request.dimensions)
-            inputs = await self._tokens(request.source, call)
-            call.prompt_tokens = sum(len(tokens) for tokens in inputs)
-            work = EmbedWork(request_id=call.request_id, inputs=inputs, trace_headers=context.trace_headers)
-            vectors = await call.scope.wait(self._engine.embed(work))
+            inputs = await self._tokens(request.source, tracked)
+            tracked.prompt_tokens = sum(len(tokens) for tokens in inputs)
+            work = EmbedWork(request_id=tracked.request_id, inputs=inputs, trace_headers=context.trace_headers)
+            vectors = await tracked.scope.wait(self._engine.embed(work))
             if len(vectors) != len(inputs):
                 raise EngineFailed(f"the engine made {len(vectors)} vectors of {len(inputs)} inputs")
-            call.lifecycle.advance(State.SUBMITTED)
-            call.first_output_at = time.perf_counter()
-            written = await call.scope.wait(asyncio.to_thread(_write, vectors, request.dimensions))
-            yield Embeddings(model=request.model, vectors=written, prompt_tokens=call.prompt_tokens)
+            tracked.lifecycle.advance(State.SUBMITTED)
+            tracked.first_output_at = time.perf_counter()
+            written = await tracked.scope.wait(asyncio.to_thread(_write, vectors, request.dimensions))
+            yield Embeddings(model=request.model, vectors=written, prompt_tokens=tracked.prompt_tokens)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         size = self._info.embedding_size
@@ -50,7 +50,7 @@ class EmbedHandler:
                 f"dimensions: {dimensions} is not within 1 and {size}, the size of this model's vectors"
             )
 
-    async def _tokens(self, source: Texts | TokenLists, call: Call) -> tuple[tuple[int, ...], ...]:
+    async def _tokens(self, source: Texts | TokenLists, tracked: TrackedRequest) -> tuple[tuple[int, ...], ...]:
         """Return the inputs as tokens, none of them too long. A few texts at a time, so that a client can leave."""
         if isinstance(source, TokenLists):
             self._check_lengths(source.items, 0)
@@ -58,7 +58,7 @@ class EmbedHandler:
         inputs: list[tuple[int, ...]] = []
         for first in range(0, len(source.items), TEXTS_AT_ONCE):
             texts = source.items[first : first + TEXTS_AT_ONCE]
-            encoded = await call.scope.wait(asyncio.to_thread(self._encoder.encode_batch, texts))
+            encoded = await tracked.scope.wait(asyncio.to_thread(self._encoder.encode_batch, texts))
             self._check_lengths(encoded, first)
             inputs += [tuple(tokens) for tokens in encoded]
         return tuple(inputs)

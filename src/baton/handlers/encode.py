@@ -15,19 +15,19 @@ import time
 from collections.abc import AsyncGenerator
 
 from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
-from baton.handlers.lease_reaper import Keeper
-from baton.handlers.media import Admitted, named_media
+from baton.handlers.lease_reaper import LeaseReaper
+from baton.handlers.media import LoadedMedia, named_media
 from baton.handlers.relay import abort
 from baton.handlers.tickets import new_ticket, params_of
 from baton.ports.engine import EncodeWork, Engine
 from baton.ports.media import MediaLoader
 from baton.ports.runtime import Context
-from baton.ports.transfer import Lease, Lender
+from baton.ports.transfer import Lease, Producer
 from baton.protocol.lifecycle import State
 from baton.protocol.media import MediaFile, MediaUrl
 from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
-from baton.request.tracker import Call, Desk
+from baton.request.tracker import RequestTracker, TrackedRequest
 
 log = logging.getLogger(__name__)
 
@@ -35,28 +35,28 @@ log = logging.getLogger(__name__)
 class EncodeHandler:
     """Encodes on one engine, for others."""
 
-    def __init__(self, engine: Engine, desk: Desk, loader: MediaLoader, lender: Lender) -> None:
+    def __init__(self, engine: Engine, tracker: RequestTracker, loader: MediaLoader, producer: Producer) -> None:
         self._engine = engine
-        self._desk = desk
+        self._tracker = tracker
         self._loader = loader
-        self._lender = lender
-        self._keeper = Keeper(engine, desk.limits.abort_s)
+        self._producer = producer
+        self._keeper = LeaseReaper(engine, tracker.limits.abort_timeout_s)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield one chunk, whose `encoder_result` is for whoever computes the prompt. Closing it before frees all."""
-        with self._desk.open(context, len(request.token_ids)) as call:
+        with self._tracker.track(context, len(request.token_ids)) as tracked:
             named = self._named(request)
             work = EncodeWork(
-                request_id=call.request_id,
+                request_id=tracked.request_id,
                 token_ids=request.token_ids,
-                media=await call.scope.wait(self._loader.load(named)),
+                media=await tracked.scope.wait(self._loader.load(named)),
                 trace_headers=context.trace_headers,
             )
             lease: Lease | None = None
             try:
-                result, lease = await self._make(work, call)
+                result, lease = await self._make(work, tracked)
                 # The frontend takes the chunk that ends the answer.
-                usage = Usage(call.prompt_tokens, 0)
+                usage = Usage(tracked.prompt_tokens, 0)
                 yield Chunk([], finish_reason=FinishReason.STOP, usage=usage, encoder_result=result)
             except BaseException as error:
                 if lease is not None:
@@ -64,32 +64,32 @@ class EncodeHandler:
                 raise
             finally:
                 if lease is not None:
-                    self._keeper.keep(work.request_id, lease, Admitted())
+                    self._keeper.keep(work.request_id, lease, LoadedMedia())
                 else:
-                    await abort(self._engine, work.request_id, self._desk.limits.abort_s)
+                    await abort(self._engine, work.request_id, self._tracker.limits.abort_timeout_s)
 
     async def trial(self, prompt: tuple[int, ...], picture: MediaFile, context: Context) -> None:
         """Have the engine encode `picture`, and free it. Raises what is wrong with the engine.
 
         That it refuses the prompt is an answer: not every model says how a prompt with a picture is written.
         """
-        with self._desk.open(context, len(prompt)) as call:
-            work = EncodeWork(request_id=call.request_id, token_ids=prompt, media=(picture,))
+        with self._tracker.track(context, len(prompt)) as tracked:
+            work = EncodeWork(request_id=tracked.request_id, token_ids=prompt, media=(picture,))
             try:
-                await call.scope.wait(self._engine.encode(work))
+                await tracked.scope.wait(self._engine.encode(work))
             except InvalidRequest as refusal:
-                log.debug("%s the trial was refused: %s", call.request_id, refusal.message)
+                log.debug("%s the trial was refused: %s", tracked.request_id, refusal.message)
             finally:
-                await abort(self._engine, call.request_id, self._desk.limits.abort_s)
+                await abort(self._engine, tracked.request_id, self._tracker.limits.abort_timeout_s)
 
-    async def _make(self, work: EncodeWork, call: Call) -> tuple[dict[str, object], Lease]:
-        encoded = await call.scope.wait(self._engine.encode(work))
-        call.scope.check()
-        call.lifecycle.advance(State.SUBMITTED)
-        call.first_output_at = time.perf_counter()
-        call.lifecycle.advance(State.STREAMING)
-        ticket = new_ticket(self._lender.address, 0, 1)
-        lease = self._lender.lend(ticket, call.prompt_tokens)
+    async def _make(self, work: EncodeWork, tracked: TrackedRequest) -> tuple[dict[str, object], Lease]:
+        encoded = await tracked.scope.wait(self._engine.encode(work))
+        tracked.scope.check()
+        tracked.lifecycle.advance(State.SUBMITTED)
+        tracked.first_output_at = time.perf_counter()
+        tracked.lifecycle.advance(State.STREAMING)
+        ticket = new_ticket(self._producer.address, 0, 1)
+        lease = self._producer.lend(ticket, tracked.prompt_tokens)
         return params_of(ticket, encoded.params), lease
 
     def _named(self, request: GenerateRequest) -> tuple[MediaUrl, ...]:

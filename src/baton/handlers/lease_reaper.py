@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from baton.errors import BatonError
-from baton.handlers.media import Admitted
+from baton.handlers.media import LoadedMedia
 from baton.handlers.relay import abort
 from baton.ports.engine import Engine
 from baton.ports.transfer import Lease
@@ -13,21 +13,21 @@ from baton.protocol.ids import RequestId
 log = logging.getLogger(__name__)
 
 
-class Keeper:
+class LeaseReaper:
     """Sees to it that work of one engine is aborted, and with it what the engine holds, when its lease ends."""
 
-    def __init__(self, engine: Engine, abort_s: float) -> None:
+    def __init__(self, engine: Engine, abort_timeout_s: float) -> None:
         self._engine = engine
-        self._abort_s = abort_s
+        self._abort_s = abort_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def keep(self, request_id: RequestId, lease: Lease, media: Admitted) -> None:
+    def keep(self, request_id: RequestId, lease: Lease, media: LoadedMedia) -> None:
         """Return at once; when `lease` ends, abort the work and let go of the media that it was made from."""
         task = asyncio.create_task(self._keep(request_id, lease, media))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _keep(self, request_id: RequestId, lease: Lease, media: Admitted) -> None:
+    async def _keep(self, request_id: RequestId, lease: Lease, media: LoadedMedia) -> None:
         try:
             await lease.ended()
             media.used()

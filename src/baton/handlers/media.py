@@ -8,79 +8,79 @@ from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
 from baton.handlers.tickets import encoder_ticket
 from baton.ports.engine import Capabilities
 from baton.ports.media import MediaLoader
-from baton.ports.transfer import Borrower, Loan
+from baton.ports.transfer import Claim, Consumer
 from baton.protocol.media import Media, MediaHandles, MediaUrl
 from baton.protocol.requests import GenerateRequest
-from baton.request.tracker import Call
+from baton.request.tracker import TrackedRequest
 
 FETCHED = ("http://", "https://", "data:")
 
 
-class Admitted:
+class LoadedMedia:
     """The media of one request, ready for the engine."""
 
-    def __init__(self, items: tuple[Media, ...] = (), loan: Loan | None = None) -> None:
+    def __init__(self, items: tuple[Media, ...] = (), claim: Claim | None = None) -> None:
         self.items = items
-        self._loan = loan
+        self._claim = claim
 
     def used(self) -> None:
         """The engine has read them. Idempotent."""
-        if self._loan is not None:
-            self._loan.taken()
+        if self._claim is not None:
+            self._claim.taken()
 
-    def passed_on(self) -> "Admitted":
+    def passed_on(self) -> "LoadedMedia":
         """Return the same media for another owner; closing these does nothing from now on."""
-        loan, self._loan = self._loan, None
-        return Admitted(self.items, loan)
+        claim, self._claim = self._claim, None
+        return LoadedMedia(self.items, claim)
 
     async def close(self) -> None:
         """They are not wanted any more. Idempotent."""
-        if self._loan is not None:
-            await self._loan.close()
+        if self._claim is not None:
+            await self._claim.close()
 
 
-class Intake:
+class MediaInput:
     """How media get in at one worker: `loader` for those that a request names, `borrower` for those held elsewhere."""
 
-    def __init__(self, loader: MediaLoader | None = None, borrower: Borrower | None = None) -> None:
+    def __init__(self, loader: MediaLoader | None = None, consumer: Consumer | None = None) -> None:
         self._loader = loader
-        self._borrower = borrower
+        self._consumer = consumer
 
-    async def admit(self, request: GenerateRequest, call: Call, can: Capabilities) -> Admitted:
+    async def load(self, request: GenerateRequest, tracked: TrackedRequest, can: Capabilities) -> LoadedMedia:
         """Return the media of `request` for an engine that `can`; whoever asks closes them.
 
         Raises Unsupported, InvalidRequest, PeerLost, or what the call is ended with.
         """
         if request.encoder_result is not None:
-            return await self._borrow(request.encoder_result, call, can)
+            return await self._claim(request.encoder_result, tracked, can)
         if not request.media:
-            return Admitted()
+            return LoadedMedia()
         _refuse_unread(request, can)
         if self._loader is None:
             raise Unsupported("multi_modal_data: this worker fetches no media")
-        return Admitted(await call.scope.wait(self._loader.load(named_media(request))))
+        return LoadedMedia(await tracked.scope.wait(self._loader.load(named_media(request))))
 
     async def close(self) -> None:
         """Give up what is held open. Idempotent."""
         if self._loader is not None:
             await self._loader.close()
 
-    async def _borrow(self, result: dict[str, object], call: Call, can: Capabilities) -> Admitted:
-        if not can.media_handles or self._borrower is None:
+    async def _claim(self, result: dict[str, object], tracked: TrackedRequest, can: Capabilities) -> LoadedMedia:
+        if not can.media_handles or self._consumer is None:
             raise Unsupported("encoder_result: this engine does not read what encode workers hold")
         ticket, params = encoder_ticket(result)
 
         def lost(error: BatonError) -> None:
-            call.scope.fire(PeerLost(f"what an encode worker held for this request is gone: {error.message}"))
+            tracked.scope.fire(PeerLost(f"what an encode worker held for this request is gone: {error.message}"))
 
-        loan = self._borrower.borrow(ticket, lambda: None, lost)
+        claim = self._consumer.claim(ticket, lambda: None, lost)
         try:
             # Until the room is ours, what the parameters name may have been freed, and be somebody else's by now.
-            await call.scope.wait(loan.claimed())
+            await tracked.scope.wait(claim.claimed())
         except BaseException:
-            await loan.close()
+            await claim.close()
             raise
-        return Admitted((MediaHandles(params=params),), loan)
+        return LoadedMedia((MediaHandles(params=params),), claim)
 
 
 def named_media(request: GenerateRequest) -> tuple[MediaUrl, ...]:

@@ -12,41 +12,46 @@ import msgspec
 
 from baton.errors import BatonError, Cancelled, PeerLost
 from baton.handlers.build_work import build_work
-from baton.handlers.lease_reaper import Keeper
-from baton.handlers.media import Admitted, Intake
+from baton.handlers.lease_reaper import LeaseReaper
+from baton.handlers.media import LoadedMedia, MediaInput
 from baton.handlers.relay import abort, relay
 from baton.handlers.tickets import new_ticket, params_of, ticket_from
 from baton.ports.engine import Engine, EngineInfo, Work
 from baton.ports.runtime import Context
-from baton.ports.transfer import Lease, Lender
+from baton.ports.transfer import Lease, Producer
 from baton.protocol.handoff import Bootstrap, Produce, Ticket
 from baton.protocol.outputs import Chunk, FinishReason, HandoffReady, KvComputed, Output, Usage
 from baton.protocol.requests import GenerateRequest
-from baton.request.tracker import Call, Desk
+from baton.request.tracker import RequestTracker, TrackedRequest
 
 
 class PrefillHandler:
     """Computes prompts on one engine, for others."""
 
     def __init__(
-        self, engine: Engine, info: EngineInfo, desk: Desk, lender: Lender, intake: Intake | None = None
+        self,
+        engine: Engine,
+        info: EngineInfo,
+        tracker: RequestTracker,
+        producer: Producer,
+        media_input: MediaInput | None = None,
     ) -> None:
         self._engine = engine
         self._info = info
-        self._desk = desk
-        self._lender = lender
-        self._intake = intake or Intake()
-        self._keeper = Keeper(engine, desk.limits.abort_s)
+        self._tracker = tracker
+        self._producer = producer
+        self._media_input = media_input or MediaInput()
+        self._keeper = LeaseReaper(engine, tracker.limits.abort_timeout_s)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the room first and one token last. Raises the errors of `errors.py`; closing it aborts the prefill."""
         ticket = ticket_from(request.bootstrap) if request.bootstrap is not None else None
         prompt = len(request.token_ids)
         try:
-            with self._desk.open(context, prompt) as call:
-                media = await self._intake.admit(request, call, self._engine.capabilities)
+            with self._tracker.track(context, prompt) as tracked:
+                media = await self._media_input.load(request, tracked, self._engine.capabilities)
                 try:
-                    async with aclosing(self._lend(request, call, context, ticket, media)) as chunks:
+                    async with aclosing(self._lend(request, tracked, context, ticket, media)) as chunks:
                         async for chunk in chunks:
                             yield chunk
                 finally:
@@ -57,42 +62,49 @@ class PrefillHandler:
             yield Chunk([], disaggregated_params={}, finish_reason=FinishReason.LENGTH, usage=Usage(prompt, 0))
         except BatonError as error:
             if ticket is not None:
-                self._lender.refuse(ticket, error)
+                self._producer.refuse(ticket, error)
             raise
 
     def _lend(
-        self, request: GenerateRequest, call: Call, context: Context, ticket: Ticket | None, media: Admitted
+        self,
+        request: GenerateRequest,
+        tracked: TrackedRequest,
+        context: Context,
+        ticket: Ticket | None,
+        media: LoadedMedia,
     ) -> AsyncGenerator[Chunk, None]:
         """Media that another worker holds stay on loan as long as the KV: the decode may need some of them too."""
-        work = self._work(request.for_prefill(), call, context, ticket, media)
+        work = self._work(request.for_prefill(), tracked, context, ticket, media)
         if ticket is None:
-            return self._lend_late(work, call, media)
-        return self._lend_early(work, call, ticket, media)
+            return self._lend_late(work, tracked, media)
+        return self._lend_early(work, tracked, ticket, media)
 
-    async def _lend_early(self, work: Work, call: Call, ticket: Ticket, media: Admitted) -> AsyncGenerator[Chunk, None]:
+    async def _lend_early(
+        self, work: Work, tracked: TrackedRequest, ticket: Ticket, media: LoadedMedia
+    ) -> AsyncGenerator[Chunk, None]:
         """The call lasts until the KV has been taken. What ends one of call and lease ends the other."""
-        lending = _Early(self._lender, ticket, call)
+        lending = _Early(self._producer, ticket, tracked)
         try:
-            async with aclosing(relay(self._engine, work, call, self._desk.limits, lending)) as chunks:
+            async with aclosing(relay(self._engine, work, tracked, self._tracker.limits, lending)) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason is None:
                         yield chunk
                     else:
                         last = chunk
-            await call.scope.wait(lending.taken())
+            await tracked.scope.wait(lending.taken())
             media.used()
         except BaseException as error:
             lending.fail(error)
             raise
         finally:
-            await abort(self._engine, work.request_id, self._desk.limits.abort_s)
+            await abort(self._engine, work.request_id, self._tracker.limits.abort_timeout_s)
         yield _never_stop(last)
 
-    async def _lend_late(self, work: Work, call: Call, media: Admitted) -> AsyncGenerator[Chunk, None]:
+    async def _lend_late(self, work: Work, tracked: TrackedRequest, media: LoadedMedia) -> AsyncGenerator[Chunk, None]:
         """The call ends with the prefill; the lease goes on, and frees the KV when it ends."""
-        lending = _Late(self._lender, self._new_ticket(work), call)
+        lending = _Late(self._producer, self._new_ticket(work), tracked)
         try:
-            async with aclosing(relay(self._engine, work, call, self._desk.limits, lending)) as chunks:
+            async with aclosing(relay(self._engine, work, tracked, self._tracker.limits, lending)) as chunks:
                 async for chunk in chunks:
                     yield _never_stop(chunk)
         except BaseException as error:
@@ -103,11 +115,16 @@ class PrefillHandler:
                 self._keeper.keep(work.request_id, lending.lease, media.passed_on())
 
     def _work(
-        self, request: GenerateRequest, call: Call, context: Context, ticket: Ticket | None, media: Admitted
+        self,
+        request: GenerateRequest,
+        tracked: TrackedRequest,
+        context: Context,
+        ticket: Ticket | None,
+        media: LoadedMedia,
     ) -> Work:
         can = self._engine.capabilities
         handoff = Produce(bootstrap=self._meeting(ticket) if ticket is not None else None)
-        work = build_work(request, call.request_id, self._info, can, context.trace_headers, handoff, media.items)
+        work = build_work(request, tracked.request_id, self._info, can, context.trace_headers, handoff, media.items)
         if ticket is None or can.dp_size == 1:
             return work
         return msgspec.structs.replace(work, dp_rank=ticket.room % can.dp_size)
@@ -119,7 +136,7 @@ class PrefillHandler:
         return Bootstrap(host=self._info.handoff_host, port=self._info.handoff_port, room=ticket.room)
 
     def _new_ticket(self, work: Work) -> Ticket:
-        return new_ticket(self._lender.address, work.dp_rank or 0, self._engine.capabilities.dp_size)
+        return new_ticket(self._producer.address, work.dp_rank or 0, self._engine.capabilities.dp_size)
 
 
 class _NotWanted(Cancelled):
@@ -133,11 +150,11 @@ class _NotTaken(PeerLost):
 class _Lending:
     """A Handover (see `_stream.py`) into a room."""
 
-    def __init__(self, lender: Lender, ticket: Ticket, call: Call) -> None:
+    def __init__(self, producer: Producer, ticket: Ticket, tracked: TrackedRequest) -> None:
         self.lease: Lease | None = None
-        self._lender = lender
+        self._producer = producer
         self._ticket = ticket
-        self._call = call
+        self._tracked = tracked
 
     def fail(self, error: BaseException) -> None:
         """Tell who waits that nothing will come, or who has come that it is over."""
@@ -154,7 +171,7 @@ class _Early(_Lending):
     def begin(self) -> list[Chunk]:
         """Open the room."""
         try:
-            self.lease = self._lender.lend(self._ticket, self._call.prompt_tokens)
+            self.lease = self._producer.lend(self._ticket, self._tracked.prompt_tokens)
         except Cancelled as error:
             raise _NotWanted(error.message) from None
         self.lease.on_lost(self._lost)
@@ -175,14 +192,14 @@ class _Early(_Lending):
         await self.lease.ended()
 
     def _lost(self, error: BatonError) -> None:
-        self._call.scope.fire((_NotWanted if isinstance(error, Cancelled) else _NotTaken)(error.message))
+        self._tracked.scope.fire((_NotWanted if isinstance(error, Cancelled) else _NotTaken)(error.message))
 
 
 class _Late(_Lending):
     """The room is our own, and opens when everything is computed, or the engine says how it can be had."""
 
-    def __init__(self, lender: Lender, ticket: Ticket, call: Call) -> None:
-        super().__init__(lender, ticket, call)
+    def __init__(self, producer: Producer, ticket: Ticket, tracked: TrackedRequest) -> None:
+        super().__init__(producer, ticket, tracked)
         self._blocks: tuple[int, ...] = ()
 
     def begin(self) -> list[Chunk]:
@@ -197,11 +214,11 @@ class _Late(_Lending):
                 case KvComputed():
                     self._blocks += output.blocks
                     if output.complete:
-                        self.lease = self._lender.lend(self._ticket, self._call.prompt_tokens)
+                        self.lease = self._producer.lend(self._ticket, self._tracked.prompt_tokens)
                         self.lease.computed(KvComputed(self._blocks, True, output.cached_tokens))
                         rest.append(HandoffReady(params_of(self._ticket)))
                 case HandoffReady():
-                    self.lease = self._lender.lend(self._ticket, self._call.prompt_tokens)
+                    self.lease = self._producer.lend(self._ticket, self._tracked.prompt_tokens)
                     rest.append(HandoffReady(params_of(self._ticket, output.params)))
                 case _:
                     rest.append(output)

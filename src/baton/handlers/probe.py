@@ -7,25 +7,25 @@ from baton.handlers.build_work import build_work
 from baton.handlers.relay import relay
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Context
-from baton.protocol.handoff import Trial
+from baton.protocol.handoff import LocalProbe
 from baton.protocol.outputs import Chunk
 from baton.protocol.requests import GenerateRequest
-from baton.request.tracker import Desk
+from baton.request.tracker import RequestTracker
 
 
-class TrialHandler:
+class ProbeHandler:
     """Tries one engine."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, tracker: RequestTracker) -> None:
         self._engine = engine
         self._info = info
-        self._desk = desk
+        self._tracker = tracker
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield what the engine makes of it. Raises the errors of `errors.py`; closing the iterator aborts it."""
-        with self._desk.open(context, len(request.token_ids)) as call:
+        with self._tracker.track(context, len(request.token_ids)) as call:
             can = self._engine.capabilities
-            work = build_work(request, call.request_id, self._info, can, context.trace_headers, Trial())
-            async with aclosing(relay(self._engine, work, call, self._desk.limits)) as chunks:
+            work = build_work(request, call.request_id, self._info, can, context.trace_headers, LocalProbe())
+            async with aclosing(relay(self._engine, work, call, self._tracker.limits)) as chunks:
                 async for chunk in chunks:
                     yield chunk

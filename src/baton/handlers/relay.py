@@ -11,7 +11,7 @@ from baton.ports.engine import Engine, Work
 from baton.protocol.ids import RequestId
 from baton.protocol.lifecycle import State
 from baton.protocol.outputs import Chunk, Finished, HandoffReady, Logprobs, Output, TokenDelta, Usage
-from baton.request.tracker import Call, Limits
+from baton.request.tracker import RequestLimits, TrackedRequest
 
 log = logging.getLogger(__name__)
 
@@ -30,49 +30,49 @@ class Handover(Protocol):
 
 
 async def relay(
-    engine: Engine, work: Work, call: Call, limits: Limits, handover: Handover | None = None
+    engine: Engine, work: Work, tracked: TrackedRequest, limits: RequestLimits, handover: Handover | None = None
 ) -> AsyncGenerator[Chunk, None]:
     """Submit `work` and yield its chunks; the last one carries the finish reason and the usage.
 
-    Chunks leave as soon as there is something to send, but not more often than every `flush_s`: tokens that come faster
-    are joined. When the iterator ends in any other way than by the last chunk, the engine has been told to abort, and
-    has answered or run out of `abort_s`.
+    Chunks leave as soon as there is something to send, but at most once every `flush_interval_s`: tokens that come
+    faster are joined. When the iterator ends in any other way than by the last chunk, the engine has been told to abort, and
+    has answered or run out of `abort_timeout_s`.
     """
-    call.scope.check()
+    tracked.scope.check()
     open_choices = work.sampling.n or 1
     stream = engine.submit(work)
-    call.lifecycle.advance(State.SUBMITTED)
+    tracked.lifecycle.advance(State.SUBMITTED)
     try:
-        call.scope.on_fire(stream.fail)
+        tracked.scope.on_fire(stream.fail)
         for chunk in handover.begin() if handover is not None else ():
             yield chunk
         clock = asyncio.get_running_loop().time
         not_before = 0.0
         while open_choices:
             outputs = await stream.read(not_before)
-            not_before = clock() + limits.flush_s
+            not_before = clock() + limits.flush_interval_s
             if not outputs:
                 raise EngineFailed("the engine ended the stream without a finish reason")
             if handover is not None and not (outputs := handover.take(outputs)):
                 continue
-            if call.first_output_at is None:
-                call.first_output_at = time.perf_counter()
-                call.lifecycle.advance(State.STREAMING)
+            if tracked.first_output_at is None:
+                tracked.first_output_at = time.perf_counter()
+                tracked.lifecycle.advance(State.STREAMING)
             if len(outputs) == 1 and isinstance(delta := outputs[0], TokenDelta):  # nearly always
-                call.completion_tokens += len(delta.token_ids)
+                tracked.completion_tokens += len(delta.token_ids)
                 yield Chunk(delta.token_ids, delta.index, delta.logprobs)
                 continue
             open_choices -= sum(type(output) is Finished for output in outputs)
-            for chunk in _chunks(outputs, work, call, last=not open_choices):
+            for chunk in _chunks(outputs, work, tracked, last=not open_choices):
                 yield chunk
     finally:
         if handover is not None:
             await handover.end()
         if open_choices:
-            await abort(engine, work.request_id, limits.abort_s)
+            await abort(engine, work.request_id, limits.abort_timeout_s)
 
 
-def _chunks(outputs: list[Output], work: Work, call: Call, last: bool) -> list[Chunk]:
+def _chunks(outputs: list[Output], work: Work, tracked: TrackedRequest, last: bool) -> list[Chunk]:
     """Return one chunk for each choice that has something to say; usage is on the very last one."""
     deltas: dict[int, TokenDelta] = {}
     ends: list[Finished] = []
@@ -81,16 +81,16 @@ def _chunks(outputs: list[Output], work: Work, call: Call, last: bool) -> list[C
         match output:
             case TokenDelta():
                 deltas[output.index] = output
-                call.completion_tokens += len(output.token_ids)
+                tracked.completion_tokens += len(output.token_ids)
             case Finished():
                 ends.append(output)
                 if output.cached_tokens is not None:
-                    call.cached_tokens = output.cached_tokens
+                    tracked.cached_tokens = output.cached_tokens
             case HandoffReady():
                 chunks.append(Chunk([], disaggregated_params=output.params))
     for end in ends:
         delta = deltas.pop(end.index, None)
-        usage = _usage(call) if last and end is ends[-1] else None
+        usage = _usage(tracked) if last and end is ends[-1] else None
         tokens, logprobs = (delta.token_ids, delta.logprobs) if delta else ([], None)
         prompt = None if end.prompt_logprobs is None else _by_token(work.token_ids, end.prompt_logprobs)
         chunks.append(Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage, prompt_logprobs=prompt))
@@ -109,17 +109,17 @@ def _by_token(prompt: tuple[int, ...], logprobs: Logprobs) -> list[dict[str, dic
     return entries
 
 
-def _usage(call: Call) -> Usage:
-    return Usage(call.prompt_tokens, call.completion_tokens, call.cached_tokens)
+def _usage(tracked: TrackedRequest) -> Usage:
+    return Usage(tracked.prompt_tokens, tracked.completion_tokens, tracked.cached_tokens)
 
 
-async def abort(engine: Engine, request_id: RequestId, abort_s: float) -> None:
-    """Abort at the engine even if our own task is being cancelled; give up waiting after `abort_s`."""
+async def abort(engine: Engine, request_id: RequestId, abort_timeout_s: float) -> None:
+    """Abort at the engine even if our own task is being cancelled; give up waiting after `abort_timeout_s`."""
     task = asyncio.ensure_future(engine.abort(request_id))
     try:
-        await asyncio.wait_for(asyncio.shield(task), abort_s)
+        await asyncio.wait_for(asyncio.shield(task), abort_timeout_s)
     except TimeoutError:
-        log.error("%s the engine did not confirm an abort within %g s", request_id, abort_s)
+        log.error("%s the engine did not confirm an abort within %g s", request_id, abort_timeout_s)
         task.cancel()
     except BatonError as error:  # the request has its own reason to end, which must not be lost for this one
         log.error("%s the engine did not abort: %s", request_id, error.message)

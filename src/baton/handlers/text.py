@@ -16,41 +16,41 @@ from baton.ports.tokenizer import Tokenizer
 from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
 from baton.protocol.text import TextChunk, TextRequest
-from baton.request.tracker import Call, Desk
+from baton.request.tracker import RequestTracker, TrackedRequest
 
 
 class TextHandler:
     """Generates text from text on one engine."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, desk: Desk, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, tracker: RequestTracker, tokenizer: Tokenizer) -> None:
         self._engine = engine
         self._info = info
-        self._desk = desk
+        self._tracker = tracker
         self._tokenizer = tokenizer
 
     async def generate(self, request: TextRequest, context: Context) -> AsyncGenerator[TextChunk, None]:
         """Yield the answer in chunks of text. Raises the errors of `errors.py`."""
-        with self._desk.open(context, 0) as call:
-            tokens = await call.scope.wait(asyncio.to_thread(self._tokenize, request))
-            call.prompt_tokens = len(tokens)
+        with self._tracker.track(context, 0) as tracked:
+            tokens = await tracked.scope.wait(asyncio.to_thread(self._tokenize, request))
+            tracked.prompt_tokens = len(tokens)
             inner = GenerateRequest(
                 token_ids=tuple(tokens),
                 model=request.model,
                 stop=request.stop_conditions(),
                 sampling=request.sampling(),
             )
-            work = build_work(inner, call.request_id, self._info, self._engine.capabilities, context.trace_headers)
+            work = build_work(inner, tracked.request_id, self._info, self._engine.capabilities, context.trace_headers)
             answer = _Answer(request, context, self._tokenizer, inner.choices)
-            async with aclosing(relay(self._engine, work, call, self._desk.limits)) as chunks:
+            async with aclosing(relay(self._engine, work, tracked, self._tracker.limits)) as chunks:
                 async for chunk in chunks:
-                    for text in answer.push(chunk, call):
+                    for text in answer.push(chunk, tracked):
                         yield text
                     if answer.complete:
                         break
 
     def _tokenize(self, request: TextRequest) -> list[int]:
         for field in request.token_format_only():
-            raise Unsupported(f"{field}: not served by workers that accept text; use --accepts tokens")
+            raise Unsupported(f"{field}: not served by workers that accept text; use --model-input tokens")
         if request.messages is not None:
             if not request.messages:
                 raise InvalidRequest("messages: the list is empty")
@@ -88,7 +88,7 @@ class _Answer:
         """Whether every choice has ended."""
         return not self._open
 
-    def push(self, chunk: Chunk, call: Call) -> list[TextChunk]:
+    def push(self, chunk: Chunk, tracked: TrackedRequest) -> list[TextChunk]:
         """Return what there is to show after `chunk`."""
         index, stops = chunk.index, self._stops[chunk.index]
         if index not in self._open:
@@ -104,7 +104,7 @@ class _Answer:
         self._begun.add(index)
         chunks = [self._chunk(text=text, index=index, first=first, finish_reason=reason)]
         if self.complete and self._wants_usage:
-            usage = Usage(call.prompt_tokens, self._tokens, call.cached_tokens)
+            usage = Usage(tracked.prompt_tokens, self._tokens, tracked.cached_tokens)
             chunks.append(self._chunk(text="", usage=usage))
         return chunks
 

@@ -33,7 +33,7 @@ class Canary:
         interval_s: float,
         timeout_s: float,
         give_up_s: float,
-        excused: Callable[[], bool] = lambda: False,
+        suspended: Callable[[], bool] = lambda: False,
     ) -> None:
         self._probe = probe
         self._busy = busy
@@ -41,7 +41,7 @@ class Canary:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._give_up_s = give_up_s
-        self._excused = excused
+        self._excused = suspended
         self.healthy = True
 
     async def run(self) -> None:

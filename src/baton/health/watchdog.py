@@ -10,8 +10,8 @@ from baton.ports.engine import Engine, Progress
 class StallClock:
     """Decides when no progress becomes a stall. Pure: it is told the time."""
 
-    def __init__(self, stall_s: float) -> None:
-        self._stall_s = stall_s
+    def __init__(self, stall_timeout_s: float) -> None:
+        self._stall_s = stall_timeout_s
         self._steps = -1
         self._since = 0.0
 
@@ -26,17 +26,17 @@ class StallClock:
         return stuck_s if stuck_s >= self._stall_s else None
 
 
-async def watch(engine: Engine, stall_s: float, excused: Callable[[], bool] = lambda: False) -> None:
+async def watch(engine: Engine, stall_timeout_s: float, suspended: Callable[[], bool] = lambda: False) -> None:
     """Look at the engine's progress until it stalls. Raises EngineStalled; never returns.
 
     While it is excused, an engine need not move.
     """
-    clock = StallClock(stall_s)
+    clock = StallClock(stall_timeout_s)
     loop = asyncio.get_running_loop()
     while True:
-        await asyncio.sleep(min(1.0, stall_s / 4))
+        await asyncio.sleep(min(1.0, stall_timeout_s / 4))
         progress = engine.progress()
-        due = Progress(progress.steps, 0, 0) if excused() else progress
+        due = Progress(progress.steps, 0, 0) if suspended() else progress
         stuck_s = clock.stalled_for(due, loop.time())
         if stuck_s is not None:
             raise EngineStalled(

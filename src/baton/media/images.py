@@ -27,7 +27,7 @@ def decode_image(file: MediaFile) -> Image.Image:
         raise InvalidRequest(f"{file.place}: the image cannot be read: {_short(error)}") from error
 
 
-def trial_picture() -> MediaFile:
+def probe_image() -> MediaFile:
     """Return a small picture of our own, for probes."""
     file = io.BytesIO()
     Image.linear_gradient("L").resize((64, 64)).convert("RGB").save(file, "PNG")

@@ -38,7 +38,7 @@ def _family(line: str, current: str) -> str:
     return sample[0]
 
 
-class Patience:
+class TimedScrape:
     """Asks a source that may fail or hang: then it says nothing, and is not asked again before it has answered."""
 
     def __init__(self, name: str, ask: Callable[[], Awaitable[str]], limit_s: float) -> None:

@@ -41,11 +41,11 @@ class TrafficCounts(Protocol):
     """The KV that a decode worker has fetched, by the way it came. Read from any thread."""
 
     @property
-    def bytes_by_way(self) -> Mapping[str, float]:
+    def bytes_by_transport(self) -> Mapping[str, float]:
         """How much."""
 
     @property
-    def seconds_by_way(self) -> Mapping[str, float]:
+    def seconds_by_transport(self) -> Mapping[str, float]:
         """How long it took, over all requests."""
 
 
@@ -75,15 +75,15 @@ class WorkerMetrics:
         self._waiting = Gauge("baton_engine_waiting", "Requests that wait in the engine", registry=self.registry)
         self._blocks = Gauge("baton_engine_blocks", "KV blocks by use", ["use"], registry=self.registry)
         self._orders = Counter(
-            "baton_control",
+            "baton_commands",
             "Calls to the operator's routes, by how they ended",
-            ["verb", "outcome"],
+            ["command", "outcome"],
             registry=self.registry,
         )
         self._order_seconds = Histogram(
-            "baton_control_seconds",
+            "baton_command_seconds",
             "How long operators' calls took",
-            ["verb"],
+            ["command"],
             buckets=_ORDER_SECONDS,
             registry=self.registry,
         )
@@ -131,10 +131,10 @@ class WorkerMetrics:
         self._blocks.labels("used").set(sum(load.used_blocks for load in loads))
         self._blocks.labels("free").set(sum(load.total_blocks - load.used_blocks for load in loads))
 
-    def ordered(self, verb: str, outcome: str, seconds: float) -> None:
+    def ordered(self, command: str, outcome: str, seconds: float) -> None:
         """Count an operator's call."""
-        self._orders.labels(verb, outcome).inc()
-        self._order_seconds.labels(verb).observe(seconds)
+        self._orders.labels(command, outcome).inc()
+        self._order_seconds.labels(command).observe(seconds)
 
     def show_transfers(self, rooms: RoomCounts | None, traffic: TrafficCounts | None) -> None:
         """Show what is handed from one worker to another, where the role has it."""
@@ -167,10 +167,10 @@ class _Traffic(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        size = CounterMetricFamily("baton_transfer_bytes", "KV fetched from prefill workers", labels=["way"])
-        for way, number in dict(self._counts.bytes_by_way).items():
-            size.add_metric([way], number)
-        seconds = CounterMetricFamily("baton_transfer_seconds", "Time that fetching KV took", labels=["way"])
-        for way, number in dict(self._counts.seconds_by_way).items():
-            seconds.add_metric([way], number)
+        size = CounterMetricFamily("baton_transfer_bytes", "KV fetched from prefill workers", labels=["transport"])
+        for transport, number in dict(self._counts.bytes_by_transport).items():
+            size.add_metric([transport], number)
+        seconds = CounterMetricFamily("baton_transfer_seconds", "Time that fetching KV took", labels=["transport"])
+        for transport, number in dict(self._counts.seconds_by_transport).items():
+            seconds.add_metric([transport], number)
         yield from (size, seconds)

@@ -5,7 +5,7 @@ from typing import Protocol
 import msgspec
 
 from baton.ports.engine import Capabilities
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,8 +18,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str
     paused: bool
     released: tuple[str, ...]
-    doing: str | None
-    listed: bool
+    command: str | None
+    registered: bool
     in_flight: int
     capabilities: Capabilities
 
@@ -30,7 +30,7 @@ class Control(Protocol):
     def status(self) -> Status:
         """Return where the worker stands; answers while an order is being carried out."""
 
-    async def obey(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """Have `verb` done, after those that came before it.
 
         Raises Unsupported, InvalidRequest, Conflict, EngineFailed, PeerLost or Draining, and then nothing has changed;

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from baton.ports.transfer import KvMemory
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import Reading
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
@@ -201,7 +201,7 @@ class Engine(Protocol):
         read or do not fit the prompt, Unsupported from an engine that does not encode, and EngineDead.
         """
 
-    async def control(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """Do what an operator asks, between two steps; calls are done one after the other.
 
         Raises Unsupported for a verb, a tag or a source that `capabilities` do not list, InvalidRequest when it

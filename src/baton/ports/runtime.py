@@ -49,7 +49,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     directory: str
-    accepts: str = "tokens"
+    model_input: str = "tokens"
     surfaces: frozenset[str] = frozenset({"chat", "completions"})
     worker_type: str = "aggregated"
     needs: tuple[tuple[str, ...], ...] = ()
@@ -71,22 +71,22 @@ class Endpoint(Protocol):
         """The id that discovery knows this instance by."""
 
     @property
-    def is_listed(self) -> bool:
+    def is_registered(self) -> bool:
         """Whether discovery has this instance now. It may lose one that showed no life for some seconds."""
 
-    async def advertise(self, card: ModelCard) -> None:
+    async def register_model(self, card: ModelCard) -> None:
         """Announce the model, once; from now on frontends send requests here."""
 
-    def tell(self, reading: Reading) -> None:
+    def publish(self, reading: Reading) -> None:
         """Tell routers how busy this instance is and which blocks it holds, as the engine said so. Never blocks.
 
         Valid after `advertise`; which blocks is told only with a card that has `kv_events`.
         """
 
-    async def withdraw(self) -> None:
+    async def deregister(self) -> None:
         """Leave discovery; requests that run go on. Idempotent."""
 
-    async def restore(self) -> None:
+    async def register(self) -> None:
         """Come back into discovery after `withdraw`. Idempotent."""
 
 

@@ -1,13 +1,13 @@
 """Moving KV from the worker that computed it to the worker that goes on from it.
 
     prefill worker                              decode worker
-    engine ──KvComputed──► Lease ═══ room ═══ Loan ◄──KvWanted── engine
+    engine ──KvComputed──► Lease ═══ room ═══ Claim ◄──KvWanted── engine
                                                 └──on_arrived──► engine.received
 
 A prefill *lends* the KV of one request, a decode *borrows* it. They meet in a room: a number that both sides know and a
 secret without which it is worth nothing. What one side learns (failed, cancelled, expired, gone) the other is told.
-Handlers see `Lender` and `Borrower`; what moves the bytes is a `Source` on one side and a `Path` on the other. Engines
-that move KV by themselves have rooms too, for what is said there: where they meet, and that they have.
+Handlers see `Producer` and `Consumer`; a `TransportServer` and a
+`Channel` move the bytes. Engines that move KV by themselves have rooms too, for what is said there: where they meet, and that they have.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ class Lease(Protocol):
         """
 
 
-class Lender(Protocol):
+class Producer(Protocol):
     """Where KV of this worker can be had."""
 
     @property
@@ -91,7 +91,7 @@ class Lender(Protocol):
         """There will be no lease: who comes with this ticket is told why."""
 
 
-class Loan(Protocol):
+class Claim(Protocol):
     """KV on its way here. Event-loop thread only."""
 
     @property
@@ -117,10 +117,10 @@ class Loan(Protocol):
         """Give up. On return nothing is written into this worker's memory any more. Idempotent."""
 
 
-class Borrower(Protocol):
+class Consumer(Protocol):
     """How this worker gets the KV of others."""
 
-    def borrow(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> Loan:
+    def claim(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> Claim:
         """Claim the room of `ticket`. Exactly one of the callbacks is called, once, unless the loan is closed before.
 
         `on_lost` gets PeerLost, or the lender's own reason.
@@ -134,7 +134,7 @@ class Borrower(Protocol):
 Check = Callable[[int, bytes, Sequence[int]], None]
 
 
-class Source(Protocol):
+class TransportServer(Protocol):
     """One way in which others can read this worker's memory."""
 
     @property
@@ -148,14 +148,14 @@ class Source(Protocol):
         """End it. Idempotent."""
 
 
-class Reach(Protocol):
+class TransportClient(Protocol):
     """One way in which this worker reads the memory of others."""
 
     @property
     def name(self) -> str:
         """What the way is called."""
 
-    async def reach(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> "Path":
+    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> "Path":
         """Return the path to a lender whose `memory` looks like that, from what its source said. Raises PeerLost."""
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ def node_path(settings: Settings, role: str, group: str) -> str:
     return f"{settings.namespace}.{role}-nodes.{name}"
 
 
-class Voice:
+class FollowerEvents:
     """What a node that follows has to say, for one listener at a time. Event-loop thread only."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Voice:
         """What the leader calls."""
         return Service(self._say, lambda _: None, msgspec.to_builtins)
 
-    def tell(self, reading: Reading) -> None:
+    def publish(self, reading: Reading) -> None:
         """Say `reading` to the leader, now or when it listens. Never blocks."""
         self._ranks.add(reading.dp_rank)
         if len(self._unread) >= MOST_UNREAD:
@@ -68,10 +68,10 @@ class Voice:
 class Listener:
     """The leader's ear. Event-loop thread only."""
 
-    def __init__(self, runtime: Runtime, path: str, tell: Callable[[Reading], None], look_s: float = LOOK_S) -> None:
+    def __init__(self, runtime: Runtime, path: str, publish: Callable[[Reading], None], look_s: float = LOOK_S) -> None:
         self._runtime = runtime
         self._path = path
-        self._tell = tell
+        self._publish = publish
         self._look_s = look_s
         self._hearing: dict[int, asyncio.Task[None]] = {}
         self._unheard: set[int] = set()
@@ -98,7 +98,7 @@ class Listener:
         try:
             async with aclosing(client.call({}, instance)) as replies:
                 async for reply in replies:
-                    self._tell(msgspec.convert(reply, LoadSnapshot | KvStored | KvRemoved | KvCleared))
+                    self._publish(msgspec.convert(reply, LoadSnapshot | KvStored | KvRemoved | KvCleared))
                     if instance in self._unheard:
                         self._unheard.remove(instance)
                         log.info("node %x of this engine is heard again", instance)

@@ -20,17 +20,17 @@ def run_frontend(settings: Settings) -> int:
 
 
 async def _main(settings: Settings) -> int:
-    stop = stop_on_signals(drain_s=settings.drain_s)
+    stop = stop_on_signals(drain_timeout_s=settings.drain_timeout_s)
     frontend = DynamoFrontend(
         settings.runtime,
         settings.namespace,
         settings.host,
         settings.port,
         settings.router,
-        settings.busy_share,
+        settings.busy_threshold,
         settings.migrations,
-        settings.drain_s,
-        backend_timeout_s=settings.deadline_s + settings.drain_s,
+        settings.drain_timeout_s,
+        backend_timeout_s=settings.request_timeout_s + settings.drain_timeout_s,
     )
     beating = asyncio.create_task(beat(stop.set), name="heartbeat")
     try:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 FIND_S = 0.5
 ANSWER_S = 1.5
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
-_OPTIONS = {"block_size": "block", "dtype": "dtype"}
+_OPTIONS = {"block_size": "block_size", "dtype": "dtype"}
 
 
 def kv_path(settings: Settings, role: str) -> str:

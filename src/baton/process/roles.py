@@ -11,9 +11,9 @@ from baton.handlers.aggregated import AggregatedHandler
 from baton.handlers.decode import DecodeHandler
 from baton.handlers.embed import EmbedHandler
 from baton.handlers.encode import EncodeHandler
-from baton.handlers.media import Intake
+from baton.handlers.media import MediaInput
 from baton.handlers.prefill import PrefillHandler
-from baton.handlers.probe import TrialHandler
+from baton.handlers.probe import ProbeHandler
 from baton.handlers.text import TextHandler
 from baton.health.canary import Probe
 from baton.models.tokenizer import HubTokenizer, PassageTokenizer
@@ -24,12 +24,12 @@ from baton.protocol.codec import decode_request, encode_chunk
 from baton.protocol.embeddings import EmbedRequest, TokenLists, decode_embed, encode_embeddings
 from baton.protocol.requests import GenerateRequest, StopConditions
 from baton.protocol.text import decode_text, encode_text
-from baton.request.tracker import Desk
+from baton.request.tracker import RequestTracker
 
 if TYPE_CHECKING:
     from baton.media.loader import PolicyLoader
-    from baton.transfer.borrower import KvBorrower
-    from baton.transfer.lender import KvLender
+    from baton.transfer.room_client import RoomClient
+    from baton.transfer.room_server import RoomServer
 
 ONE_TOKEN = GenerateRequest(token_ids=(1,), stop=StopConditions(max_tokens=1, ignore_eos=True))
 ONE_VECTOR = EmbedRequest(model="", source=TokenLists(((1,),)))
@@ -68,7 +68,7 @@ def role_of(settings: Settings, capabilities: Capabilities) -> str:
     return role
 
 
-class Duty:
+class RoleService:
     """A role that is filled: what serves it, a probe (the least that it does, done as for a client), what is open."""
 
     def __init__(
@@ -76,56 +76,56 @@ class Duty:
         service: Service[Any, Any],
         probe: Probe,
         shape: KvShape | None = None,
-        lender: "KvLender | None" = None,
-        borrower: "KvBorrower | None" = None,
-        intake: Intake | None = None,
+        producer: "RoomServer | None" = None,
+        consumer: "RoomClient | None" = None,
+        media_input: MediaInput | None = None,
     ) -> None:
         self.service = service
         self.probe = probe
         self.shape = shape
-        self.lender = lender
-        self.borrower = borrower
-        self._intake = intake
+        self.producer = producer
+        self.consumer = consumer
+        self._media_input = media_input
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until nobody needs what is held for others; return False if that takes longer than `timeout_s`."""
-        return self.lender is None or await self.lender.drain(timeout_s)
+        return self.producer is None or await self.producer.drain(timeout_s)
 
     async def close(self) -> None:
         """Hold nothing any more. Idempotent."""
-        if self.lender is not None:
-            await self.lender.close()
-        if self.borrower is not None:
-            await self.borrower.close()
-        if self._intake is not None:
-            await self._intake.close()
+        if self.producer is not None:
+            await self.producer.close()
+        if self.consumer is not None:
+            await self.consumer.close()
+        if self._media_input is not None:
+            await self._media_input.close()
 
 
-class Post(NamedTuple):
+class RoleContext(NamedTuple):
     """Where a role is filled: a running engine, a desk for clients and one for probes, which are never refused."""
 
     settings: Settings
     engine: Engine
     info: EngineInfo
-    desk: Desk
-    side_desk: Desk
+    tracker: RequestTracker
+    probe_tracker: RequestTracker
 
 
-async def take_up(role: str, post: Post) -> Duty:
+async def build_role(role: str, context: RoleContext) -> RoleService:
     """Fill `role` at `post`. Raises ConfigError."""
-    return await _ROLES[role](post)
+    return await _ROLES[role](context)
 
 
-def announce(role: str, post: Post, duty: Duty) -> ModelCard:
+def announce(role: str, context: RoleContext, role_service: RoleService) -> ModelCard:
     """Return the card that makes frontends send this worker what its role is for."""
-    settings, info = post.settings, post.info
-    accepts = "text" if role == "embed" else settings.accepts
-    host, port = _meeting_place(post, duty)
+    settings, info = context.settings, context.info
+    model_input = "text" if role == "embed" else settings.model_input
+    host, port = _meeting_place(context, role_service)
     return ModelCard(
         name=info.model_name,
         directory=info.model_dir,
         # The frontend cannot tokenise for encoders: it asks every model for an end-of-text token.
-        accepts=accepts,
+        model_input=model_input,
         surfaces=_SURFACES[role],
         worker_type=role if role in _NEEDS else "aggregated",
         needs=_needs(role, settings),
@@ -137,8 +137,8 @@ def announce(role: str, post: Post, duty: Duty) -> ModelCard:
         handoff_port=port,
         # A router compares tokens; where the worker makes them, it has none. Of decode workers it asks only the load,
         # and an encode worker has no KV.
-        kv_events=accepts == "tokens" and role not in ("decode", "encode"),
-        dp_size=post.engine.capabilities.dp_size,
+        kv_events=model_input == "tokens" and role not in ("decode", "encode"),
+        dp_size=context.engine.capabilities.dp_size,
     )
 
 
@@ -149,45 +149,45 @@ def _needs(role: str, settings: Settings) -> tuple[tuple[str, ...], ...]:
     return tuple((*group, "encode") for group in _NEEDS.get(role, ((),)))
 
 
-def _meeting_place(post: Post, duty: Duty) -> tuple[str, int] | tuple[None, None]:
+def _meeting_place(context: RoleContext, role_service: RoleService) -> tuple[str, int] | tuple[None, None]:
     """Return where decode workers come for KV, if they are to know before the prefill has begun."""
-    return duty.lender.address if duty.lender is not None and _is_early(post) else (None, None)
+    return role_service.producer.address if role_service.producer is not None and _is_early(context) else (None, None)
 
 
-def _is_early(post: Post) -> bool:
+def _is_early(context: RoleContext) -> bool:
     """Whether decode is called with prefill and not after it. Raises ConfigError if the engine cannot do as asked."""
-    asked, style = post.settings.transfer.handoff, post.engine.capabilities.handoff
-    if asked not in ("auto", style.value) and post.info.kv is None:
+    asked, style = context.settings.kv.handoff, context.engine.capabilities.handoff
+    if asked not in ("auto", style.value) and context.info.kv is None:
         raise ConfigError(
-            f"the engine {post.settings.engine} hands KV over {style.value}: drop --transfer-handoff {asked}"
+            f"the engine {context.settings.engine} hands KV over {style.value}: drop --kv-handoff {asked}"
         )
     return style is HandoffStyle.EARLY if asked == "auto" else asked == "early"
 
 
-async def _embed(post: Post) -> Duty:
-    encoder = PassageTokenizer(Path(post.info.model_dir))
-    handler = EmbedHandler(post.engine, post.info, post.desk, encoder)
-    prober = EmbedHandler(post.engine, post.info, post.side_desk, encoder)
-    return Duty(
+async def _embed(context: RoleContext) -> RoleService:
+    encoder = PassageTokenizer(Path(context.info.model_dir))
+    handler = EmbedHandler(context.engine, context.info, context.tracker, encoder)
+    prober = EmbedHandler(context.engine, context.info, context.probe_tracker, encoder)
+    return RoleService(
         Service(handler.embed, decode_embed, encode_embeddings),
         lambda: _exhaust(prober.embed(ONE_VECTOR, _ProbeContext())),
     )
 
 
-async def _encode(post: Post) -> Duty:
-    from baton.media.images import trial_picture
-    from baton.transfer.lender import open_lender
+async def _encode(context: RoleContext) -> RoleService:
+    from baton.media.images import probe_image
+    from baton.transfer.room_server import open_room_server
 
-    loader = _loader(post)
-    lender = await open_lender(post.settings.transfer, None, post.settings.runtime.bind)
-    handler = EncodeHandler(post.engine, post.desk, loader, lender)
-    prober = EncodeHandler(post.engine, post.side_desk, loader, lender)
-    prompt, picture = _picture_prompt(Path(post.info.model_dir)), trial_picture()
-    return Duty(
+    loader = _loader(context)
+    producer = await open_room_server(context.settings.kv, None, context.settings.runtime.bind)
+    handler = EncodeHandler(context.engine, context.tracker, loader, producer)
+    prober = EncodeHandler(context.engine, context.probe_tracker, loader, producer)
+    prompt, picture = _picture_prompt(Path(context.info.model_dir)), probe_image()
+    return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
         lambda: prober.trial(prompt, picture, _ProbeContext()),
-        lender=lender,
-        intake=Intake(loader),
+        producer=producer,
+        media_input=MediaInput(loader),
     )
 
 
@@ -202,80 +202,84 @@ def _picture_prompt(directory: Path) -> tuple[int, ...]:
     return tuple(tokens) or ONE_TOKEN.token_ids
 
 
-async def _aggregated(post: Post) -> Duty:
-    prober = AggregatedHandler(post.engine, post.info, post.side_desk)
-    borrower = _media_borrower(post)
-    intake = Intake(_media_loader(post), borrower)
-    return Duty(
-        _generate(post, intake),
+async def _aggregated(context: RoleContext) -> RoleService:
+    prober = AggregatedHandler(context.engine, context.info, context.probe_tracker)
+    consumer = _media_consumer(context)
+    media_input = MediaInput(_media_loader(context), consumer)
+    return RoleService(
+        _generate(context, media_input),
         lambda: _exhaust(prober.generate(ONE_TOKEN, _ProbeContext())),
-        borrower=borrower,
-        intake=intake,
+        consumer=consumer,
+        media_input=media_input,
     )
 
 
-def _media_loader(post: Post) -> "PolicyLoader | None":
-    return _loader(post) if post.engine.capabilities.modalities - {"text"} else None
+def _media_loader(context: RoleContext) -> "PolicyLoader | None":
+    return _loader(context) if context.engine.capabilities.modalities - {"text"} else None
 
 
-def _loader(post: Post) -> "PolicyLoader":
+def _loader(context: RoleContext) -> "PolicyLoader":
     from baton.media.loader import PolicyLoader  # takes Pillow along, which text does without
 
-    return PolicyLoader(post.settings.media)
+    return PolicyLoader(context.settings.media)
 
 
-def _media_borrower(post: Post) -> "KvBorrower | None":
-    if not post.engine.capabilities.media_handles:
+def _media_consumer(context: RoleContext) -> "RoomClient | None":
+    if not context.engine.capabilities.media_handles:
         return None
-    from baton.transfer.borrower import open_borrower
+    from baton.transfer.room_client import open_room_client
 
-    return open_borrower(post.settings.transfer, None)
+    return open_room_client(context.settings.kv, None)
 
 
-def _generate(post: Post, intake: Intake) -> Service[Any, Any]:
-    if post.settings.accepts == "text":
-        text = TextHandler(post.engine, post.info, post.desk, HubTokenizer(Path(post.info.model_dir)))
+def _generate(context: RoleContext, media_input: MediaInput) -> Service[Any, Any]:
+    if context.settings.model_input == "text":
+        text = TextHandler(context.engine, context.info, context.tracker, HubTokenizer(Path(context.info.model_dir)))
         return Service(text.generate, decode_text, encode_text)
-    return Service(AggregatedHandler(post.engine, post.info, post.desk, intake).generate, decode_request, encode_chunk)
+    return Service(
+        AggregatedHandler(context.engine, context.info, context.tracker, media_input).generate,
+        decode_request,
+        encode_chunk,
+    )
 
 
-async def _prefill(post: Post) -> Duty:
-    from baton.transfer.lender import open_lender  # needs numpy, which other roles do without
+async def _prefill(context: RoleContext) -> RoleService:
+    from baton.transfer.room_server import open_room_server  # needs numpy, which other roles do without
 
     meeting = None
-    if _is_early(post) and post.info.handoff_host is not None and post.info.handoff_port is not None:
-        meeting = (post.info.handoff_host, post.info.handoff_port)
-    lender = await open_lender(post.settings.transfer, post.info.kv, post.settings.runtime.bind, meeting)
-    borrower = _media_borrower(post)
-    intake = Intake(_media_loader(post), borrower)
-    handler = PrefillHandler(post.engine, post.info, post.desk, lender, intake)
-    return Duty(
+    if _is_early(context) and context.info.handoff_host is not None and context.info.handoff_port is not None:
+        meeting = (context.info.handoff_host, context.info.handoff_port)
+    producer = await open_room_server(context.settings.kv, context.info.kv, context.settings.runtime.bind, meeting)
+    consumer = _media_consumer(context)
+    media_input = MediaInput(_media_loader(context), consumer)
+    handler = PrefillHandler(context.engine, context.info, context.tracker, producer, media_input)
+    return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
-        _trial(post),
-        _shape(post.info),
-        lender=lender,
-        borrower=borrower,
-        intake=intake,
+        _local_probe(context),
+        _shape(context.info),
+        producer=producer,
+        consumer=consumer,
+        media_input=media_input,
     )
 
 
-async def _decode(post: Post) -> Duty:
-    from baton.transfer.borrower import open_borrower
+async def _decode(context: RoleContext) -> RoleService:
+    from baton.transfer.room_client import open_room_client
 
-    borrower = open_borrower(post.settings.transfer, post.info.kv)
-    intake = Intake(_media_loader(post), borrower if post.info.kv is None else None)
-    handler = DecodeHandler(post.engine, post.info, post.desk, borrower, intake)
-    return Duty(
+    consumer = open_room_client(context.settings.kv, context.info.kv)
+    media_input = MediaInput(_media_loader(context), consumer if context.info.kv is None else None)
+    handler = DecodeHandler(context.engine, context.info, context.tracker, consumer, media_input)
+    return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
-        _trial(post),
-        _shape(post.info),
-        borrower=borrower,
-        intake=intake,
+        _local_probe(context),
+        _shape(context.info),
+        consumer=consumer,
+        media_input=media_input,
     )
 
 
-def _trial(post: Post) -> Probe:
-    prober = TrialHandler(post.engine, post.info, post.side_desk)
+def _local_probe(context: RoleContext) -> Probe:
+    prober = ProbeHandler(context.engine, context.info, context.probe_tracker)
     return lambda: _exhaust(prober.generate(ONE_TOKEN, _ProbeContext()))
 
 
@@ -283,7 +287,7 @@ def _shape(info: EngineInfo) -> KvShape | None:
     return info.kv.shape if info.kv is not None else None
 
 
-_ROLES: dict[str, Callable[[Post], Awaitable[Duty]]] = {
+_ROLES: dict[str, Callable[[RoleContext], Awaitable[RoleService]]] = {
     "aggregated": _aggregated,
     "embed": _embed,
     "prefill": _prefill,

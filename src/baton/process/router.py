@@ -10,17 +10,17 @@ from typing import Any
 
 from baton.config.directories import profile_directory
 from baton.config.settings import Settings
-from baton.control.controller import Orders
+from baton.control.controller import Controller
 from baton.control.http.server import SystemServer
 from baton.control.http.shapes import Health, State
 from baton.errors import BatonError, ConfigError, Draining, EngineDead, InvalidRequest
-from baton.metrics.exposition import Patience, join
+from baton.metrics.exposition import TimedScrape, join
 from baton.models.directory import read_config
 from baton.ports.runtime import Endpoint, ModelCard, Runtime, Service, Wire
 from baton.process.exit_codes import exit_code
 from baton.process.signals import stop_on_signals
 from baton.request.gate import Gate, GateState
-from baton.request.tracker import Desk, Limits
+from baton.request.tracker import RequestLimits, RequestTracker
 from baton.router.files import read_blueprint
 from baton.router.forward import Forwarder
 from baton.router.metrics import RouterMetrics
@@ -35,7 +35,7 @@ Stamp = tuple[int, int, int]
 
 LOOK_S = 0.1
 RELOAD_S = 1.0
-LISTING_TRIES = 3
+REGISTRATION_CHECKS = 3
 METRICS_S = 3.0
 LAST_WORDS_S = 5.0
 BLOCK_SIZE = 16
@@ -57,10 +57,12 @@ def run_router(settings: Settings) -> int:
 
 
 async def _main(settings: Settings) -> int:
-    stop = stop_on_signals(drain_s=settings.drain_s)
-    server = SystemServer(settings.system_host, settings.system_port, takes_orders=False)
+    stop = stop_on_signals(drain_timeout_s=settings.drain_timeout_s)
+    server = SystemServer(settings.system_host, settings.system_port, accepts_commands=False)
     await server.start()
-    runtime = DynamoRuntime(settings.runtime, tells_metrics=True, reader_stall_s=settings.reader_stall_s)
+    runtime = DynamoRuntime(
+        settings.runtime, publishes_metrics=True, reader_stall_timeout_s=settings.reader_stall_timeout_s
+    )
     server.subject = router = GlobalRouter(settings, runtime)
 
     def on_ready() -> None:
@@ -86,7 +88,7 @@ class GlobalRouter:
         self.observed = RouterMetrics(self.routes.parts)
         self.gate = Gate(sys.maxsize)
         self._endpoints: list[Endpoint] = []
-        self._source = Patience("the runtime", runtime.metrics, METRICS_S)
+        self._source = TimedScrape("the runtime", runtime.metrics, METRICS_S)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until `stop` is set, then drain. Raises ConfigError or EngineDead."""
@@ -109,7 +111,7 @@ class GlobalRouter:
         elif not self._endpoints:
             state = "starting"
         elif self._empty_parts():
-            state = "ill"
+            state = "unhealthy"
         return Health(
             ready=state == "serving",
             state=state,
@@ -122,11 +124,11 @@ class GlobalRouter:
         """See `Subject.metrics`."""
         return join([self.observed.render(), await self._source.text() if self._endpoints else ""])
 
-    def control(self) -> Orders | None:
+    def control(self) -> Controller | None:
         """See `Operated.control`: a router takes no orders; its plan is changed by changing the file."""
         return None
 
-    def count_order(self, verb: str, outcome: str, seconds: float) -> None:
+    def count_command(self, command: str, outcome: str, seconds: float) -> None:
         """See `Operated.count_order`."""
 
     async def _start(self) -> None:
@@ -136,7 +138,7 @@ class GlobalRouter:
         await self._runtime.start()
         await self.routes.adopt(blueprint.plan)
         try:
-            async with asyncio.timeout(self._settings.start_s):
+            async with asyncio.timeout(self._settings.start_timeout_s):
                 while missing := self._empty_parts():
                     notify(f"STATUS=waiting for workers: {', '.join(missing)}")
                     await asyncio.sleep(LOOK_S)
@@ -145,18 +147,19 @@ class GlobalRouter:
                 state.pool.path for routes in self.routes.parts() if routes.name in missing for state in routes.states
             )
             raise EngineDead(
-                f"no worker for {' and '.join(missing)} within {self._settings.start_s:g} s; looked for {wanted}"
+                f"no worker for {' and '.join(missing)} within {self._settings.start_timeout_s:g} s;"
+                f" looked for {wanted}"
             ) from None
-        limits = Limits(deadline_s=self._settings.deadline_s)
+        limits = RequestLimits(request_timeout_s=self._settings.request_timeout_s)
         endpoints = [await self._serve(routes.name, limits) for routes in self.routes.parts()]
         for name, endpoint in endpoints:
-            await endpoint.advertise(self._card(name))
+            await endpoint.register_model(self._card(name))
         self._endpoints = [endpoint for _, endpoint in endpoints]
         log.info("routing %s by %s", self._settings.name, self._file)
 
-    async def _serve(self, name: PartName, limits: Limits) -> tuple[PartName, Endpoint]:
-        desk = Desk(self.gate, limits, self.observed, name, _log_fatal)
-        forwarder = Forwarder(lambda: self.routes.part(name), desk, self.observed)
+    async def _serve(self, name: PartName, limits: RequestLimits) -> tuple[PartName, Endpoint]:
+        tracker = RequestTracker(self.gate, limits, self.observed, name, _log_fatal)
+        forwarder = Forwarder(lambda: self.routes.part(name), tracker, self.observed)
         path = f"{self._settings.namespace}.router.{_ENDPOINTS[name]}"
         return name, await self._runtime.serve(path, Service(forwarder.generate, _as_is, _as_is))
 
@@ -185,9 +188,9 @@ class GlobalRouter:
         Discovery forgets who was frozen for too long, and nobody tells.
         """
         missed = 0
-        while missed < LISTING_TRIES:
+        while missed < REGISTRATION_CHECKS:
             await asyncio.sleep(RELOAD_S)
-            missed = 0 if all(endpoint.is_listed for endpoint in self._endpoints) else missed + 1
+            missed = 0 if all(endpoint.is_registered for endpoint in self._endpoints) else missed + 1
             if (now := _stamp(self._file)) not in (self._stamp, None):
                 self._stamp = now
                 await self._change_plan()
@@ -208,15 +211,15 @@ class GlobalRouter:
             self.observed.reloaded("adopted")
 
     async def _leave(self) -> None:
-        """Leave discovery, let requests finish for `drain_s`, fail the rest so that they move elsewhere."""
+        """Leave discovery, let requests finish for `drain_timeout_s`, fail the rest so that they move elsewhere."""
         self.gate.drain()
         for endpoint in self._endpoints:
             try:
-                await asyncio.wait_for(endpoint.withdraw(), LAST_WORDS_S)
+                await asyncio.wait_for(endpoint.deregister(), LAST_WORDS_S)
             except Exception as problem:  # noqa: BLE001 - we leave all the same
                 log.warning("could not leave discovery: %r", problem)
         notify(f"STATUS=draining {self.gate.in_flight} requests")
-        if not await self.gate.idle(self._settings.drain_s):
+        if not await self.gate.idle(self._settings.drain_timeout_s):
             self.gate.fire_all(Draining("this router is shutting down"))
             await self.gate.idle(LAST_WORDS_S)
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 STOP_MARGIN_S = 12.0
 
 
-def stop_on_signals(last_act: Callable[[], None] | None = None, drain_s: float | None = None) -> asyncio.Event:
+def stop_on_signals(last_act: Callable[[], None] | None = None, drain_timeout_s: float | None = None) -> asyncio.Event:
     """Return an event that the first SIGTERM or SIGINT sets; a second one calls `last_act` and ends the process.
 
-    With `drain_s` a stop is bounded: a process that is still there `STOP_MARGIN_S` after it writes where its threads
-    are, and ends, even if the event loop is blocked or the interpreter waits for a thread of the runtime.
+    With `drain_timeout_s` a stop is bounded: a process that still runs `STOP_MARGIN_S` later writes the stacks of its
+    threads and exits, even if the event loop is blocked or the interpreter waits for a thread of the runtime.
     """
     stop = asyncio.Event()
 
@@ -22,8 +22,8 @@ def stop_on_signals(last_act: Callable[[], None] | None = None, drain_s: float |
             if last_act is not None:
                 last_act()
             os._exit(128 + number)
-        if drain_s is not None:
-            faulthandler.dump_traceback_later(drain_s + STOP_MARGIN_S, exit=True)
+        if drain_timeout_s is not None:
+            faulthandler.dump_traceback_later(drain_timeout_s + STOP_MARGIN_S, exit=True)
         stop.set()
 
     loop = asyncio.get_running_loop()

@@ -10,26 +10,26 @@ from typing import Any, NamedTuple
 from baton.config.directories import profile_directory
 from baton.config.load import control_token
 from baton.config.settings import Settings
-from baton.control.controller import Orders
-from baton.control.discovery import Absence, Presence
+from baton.control.controller import Controller
+from baton.control.discovery import DeregisterReason, DiscoveryRegistration
 from baton.control.http.server import SystemServer
 from baton.control.http.shapes import Health, State
 from baton.engines.registry import build_engine, import_engine
 from baton.errors import BatonError, Draining, EngineDead, Unsupported
 from baton.health.canary import Canary, Probe, try_probe
 from baton.health.watchdog import watch
-from baton.metrics.exposition import Patience, join
+from baton.metrics.exposition import TimedScrape, join
 from baton.metrics.worker import WorkerMetrics
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Endpoint, Runtime
 from baton.process.exit_codes import exit_code
-from baton.process.follower_events import Listener, Voice, node_path
+from baton.process.follower_events import FollowerEvents, Listener, node_path
 from baton.process.kv_compatibility import kv_path, kv_service, refuse_unlike_peers
-from baton.process.roles import Duty, Post, announce, path_of, role_of, take_up
+from baton.process.roles import RoleContext, RoleService, announce, build_role, path_of, role_of
 from baton.process.signals import stop_on_signals
 from baton.protocol.events import LoadSnapshot
 from baton.request.gate import Gate, GateState
-from baton.request.tracker import Desk, Limits
+from baton.request.tracker import RequestLimits, RequestTracker
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.status.sd_notify import beat, notify
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 5.0
 CANCEL_TRIES = 3
-LISTING_TRIES = 2
+REGISTRATION_CHECKS = 2
 METRICS_S = 3.0
 
 
@@ -49,9 +49,11 @@ def run_worker(settings: Settings) -> int:
 
 
 async def _main(settings: Settings) -> int:
-    stop = stop_on_signals(drain_s=settings.drain_s)
+    stop = stop_on_signals(drain_timeout_s=settings.drain_timeout_s)
     token = control_token(settings)
-    server = SystemServer(settings.system_host, settings.system_port, takes_orders=settings.takes_orders, token=token)
+    server = SystemServer(
+        settings.system_host, settings.system_port, accepts_commands=settings.accepts_commands, token=token
+    )
     await server.start()
     try:
         return await _work(settings, stop, server)
@@ -63,9 +65,9 @@ async def _work(settings: Settings, stop: asyncio.Event, server: SystemServer) -
     await asyncio.to_thread(import_engine, settings)
     runtime = DynamoRuntime(
         settings.runtime,
-        tells_metrics=True,
-        reader_stall_s=settings.reader_stall_s,
-        leave_s=settings.abort_s + 1,
+        publishes_metrics=True,
+        reader_stall_timeout_s=settings.reader_stall_timeout_s,
+        leave_s=settings.abort_timeout_s + 1,
     )
     server.subject = worker = Worker(settings, build_engine(settings), runtime)
 
@@ -81,7 +83,7 @@ class _Open(NamedTuple):
     """A worker that has begun to serve: where, under whose orders, and how it is probed."""
 
     endpoint: Endpoint
-    orders: Orders
+    controller: Controller
     probe: Probe
 
 
@@ -98,16 +100,18 @@ class Worker:
         self._role = role_of(settings, engine.capabilities)
         self.observed = WorkerMetrics(self._role)
         self.gate = Gate(settings.max_in_flight)
-        self._limits = Limits(
-            deadline_s=settings.deadline_s, abort_s=settings.abort_s, flush_s=settings.flush_ms / 1000
+        self._limits = RequestLimits(
+            request_timeout_s=settings.request_timeout_s,
+            abort_timeout_s=settings.abort_timeout_s,
+            flush_interval_s=settings.flush_interval_ms / 1000,
         )
-        self._duty: Duty | None = None
+        self._role_service: RoleService | None = None
         self._info: EngineInfo | None = None
         self._open: _Open | None = None
-        self._voice = Voice()
+        self._follower_events = FollowerEvents()
         self._sources = [
-            Patience("the engine", lambda: asyncio.to_thread(engine.metrics), METRICS_S),
-            Patience("the runtime", runtime.metrics, METRICS_S),
+            TimedScrape("the engine", lambda: asyncio.to_thread(engine.metrics), METRICS_S),
+            TimedScrape("the runtime", runtime.metrics, METRICS_S),
         ]
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.observed.in_flight.set_function(lambda: self.gate.in_flight)
@@ -128,10 +132,10 @@ class Worker:
             if stop.is_set():  # otherwise the last words are about what went wrong
                 _tell("ending what it serves")
             await self._runtime.shutdown()
-            await self._close_duty()
-            await _bounded("the engine did not stop", self._engine.stop(), self._settings.abort_s)
+            await self._close_role()
+            await _bounded("the engine did not stop", self._engine.stop(), self._settings.abort_timeout_s)
             await _cancel(tasks)
-            await self._close_duty()  # a start that was cut short may have opened it meanwhile
+            await self._close_role()  # a start that was cut short may have opened it meanwhile
             for source in self._sources:
                 source.close()
 
@@ -152,34 +156,34 @@ class Worker:
         others = self._sources if self._info is not None else []
         return join([self.observed.render(), *await asyncio.gather(*(source.text() for source in others))])
 
-    def control(self) -> Orders | None:
+    def control(self) -> Controller | None:
         """See `Operated.control`."""
         if self._info is not None and not self._info.leader:
             raise Unsupported("this node follows another in its engine; orders go to the leader")
-        return self._open.orders if self._open is not None else None
+        return self._open.controller if self._open is not None else None
 
-    def count_order(self, verb: str, outcome: str, seconds: float) -> None:
+    def count_command(self, command: str, outcome: str, seconds: float) -> None:
         """See `Operated.count_order`."""
-        self.observed.ordered(verb, outcome, seconds)
+        self.observed.ordered(command, outcome, seconds)
 
     def _state(self) -> State:
         if self._fatal.done() or self.gate.state is GateState.DRAINING:
             return "draining"
         if self._info is None or (self._open is None and self._info.leader):
             return "starting"
-        if self._open is None or self._open.orders.presence.listed:
+        if self._open is None or self._open.controller.registration.registered:
             return "serving"
-        return "paused" if self.gate.state is GateState.PAUSED else "ill"
+        return "paused" if self.gate.state is GateState.PAUSED else "unhealthy"
 
-    async def _close_duty(self) -> None:
-        duty, self._duty = self._duty, None
-        if duty is not None:
-            await _bounded("what the role held did not close", duty.close(), LAST_WORDS_S)
+    async def _close_role(self) -> None:
+        role_service, self._role_service = self._role_service, None
+        if role_service is not None:
+            await _bounded("what the role held did not close", role_service.close(), LAST_WORDS_S)
 
     async def _start(self) -> None:
         """Bring everything up, in time."""
         try:
-            async with asyncio.timeout(self._settings.start_s):
+            async with asyncio.timeout(self._settings.start_timeout_s):
                 info = await self._engine.start()
                 if info.leader or info.group is not None:
                     await self._runtime.start()
@@ -187,32 +191,34 @@ class Worker:
                     self._open = await self._open_to_all(info)
                 elif info.group is not None:
                     path = node_path(self._settings, self._role, info.group)
-                    await self._runtime.serve(path, self._voice.service)
+                    await self._runtime.serve(path, self._follower_events.service)
                 self._info = info
         except TimeoutError:
-            raise EngineDead(f"the start took longer than {self._settings.start_s:g} s") from None
+            raise EngineDead(f"the start took longer than {self._settings.start_timeout_s:g} s") from None
         self.observed.healthy.set(True)
         what = self._role if info.leader else "a node that follows"
         log.info("serving %s as %s on the %s engine", info.model_name, what, self._settings.engine)
 
     async def _open_to_all(self, info: EngineInfo) -> _Open:
         """Serve the endpoint, see that the role works, and only then be found."""
-        desk = Desk(self.gate, self._limits, self.observed, self._role, self._fail)
-        side_desk = Desk(Gate(1), self._limits, self.observed, "canary", self._fail)
-        post = Post(self._settings, self._engine, info, desk, side_desk)
-        duty = self._duty = await take_up(self._role, post)
-        self.observed.show_transfers(duty.lender.rooms if duty.lender else None, duty.borrower)
-        if duty.shape is not None:
-            await self._runtime.serve(kv_path(self._settings, self._role), kv_service(duty.shape))
-            await refuse_unlike_peers(self._runtime, self._settings, self._role, duty.shape)
-        endpoint = await self._runtime.serve(path_of(self._settings, self._role), duty.service)
-        problem = await try_probe(duty.probe, self._settings.canary_timeout_s)
+        tracker = RequestTracker(self.gate, self._limits, self.observed, self._role, self._fail)
+        probe_tracker = RequestTracker(Gate(1), self._limits, self.observed, "canary", self._fail)
+        role_context = RoleContext(self._settings, self._engine, info, tracker, probe_tracker)
+        role_service = self._role_service = await build_role(self._role, role_context)
+        self.observed.show_transfers(
+            role_service.producer.rooms if role_service.producer else None, role_service.consumer
+        )
+        if role_service.shape is not None:
+            await self._runtime.serve(kv_path(self._settings, self._role), kv_service(role_service.shape))
+            await refuse_unlike_peers(self._runtime, self._settings, self._role, role_service.shape)
+        endpoint = await self._runtime.serve(path_of(self._settings, self._role), role_service.service)
+        problem = await try_probe(role_service.probe, self._settings.canary_timeout_s)
         if problem is not None:
             raise EngineDead(f"the first probe failed: {problem}")
-        await endpoint.advertise(announce(self._role, post, duty))
-        presence = Presence(endpoint, self.gate, LAST_WORDS_S)
-        orders = Orders(self._engine, presence, self.gate, self._settings.control_s, self._fail)
-        return _Open(endpoint, orders, duty.probe)
+        await endpoint.register_model(announce(self._role, role_context, role_service))
+        registration = DiscoveryRegistration(endpoint, self.gate, LAST_WORDS_S)
+        controller = Controller(self._engine, registration, self.gate, self._settings.command_timeout_s, self._fail)
+        return _Open(endpoint, controller, role_service.probe)
 
     async def _serve(self, stopping: asyncio.Task[bool]) -> None:
         """Serve until told to stop or until something fails that a restart must mend, then leave."""
@@ -229,13 +235,16 @@ class Worker:
             self._fatal.result()
 
     def _guards(self) -> list[asyncio.Task[Any]]:
-        stall_s, opened = self._settings.stall_s, self._open
+        stall_timeout_s, opened = self._settings.stall_timeout_s, self._open
         if opened is None:
-            return [self._guard("watchdog", watch(self._engine, stall_s)), self._guard("readings", self._read_engine())]
+            return [
+                self._guard("watchdog", watch(self._engine, stall_timeout_s)),
+                self._guard("readings", self._read_engine()),
+            ]
         return [
-            self._guard("watchdog", watch(self._engine, stall_s, lambda: opened.orders.excused)),
+            self._guard("watchdog", watch(self._engine, stall_timeout_s, lambda: opened.controller.suspended)),
             self._guard("readings", self._read_engine()),
-            self._guard("listing", self._watch_listing(opened.endpoint, opened.orders.presence)),
+            self._guard("listing", self._watch_registration(opened.endpoint, opened.controller.registration)),
             *self._listeners(opened.endpoint),
         ]
 
@@ -244,53 +253,53 @@ class Worker:
         if self._info is None or self._info.group is None:
             return []
         path = node_path(self._settings, self._role, self._info.group)
-        return [self._guard("nodes", Listener(self._runtime, path, endpoint.tell).run())]
+        return [self._guard("nodes", Listener(self._runtime, path, endpoint.publish).run())]
 
     def _canary(self, opened: _Open) -> Canary:
-        presence = opened.orders.presence
+        registration = opened.controller.registration
 
         async def on_change(healthy: bool, problem: str) -> None:
             self.observed.healthy.set(healthy)
             # A worker that cannot leave discovery, or come back, is of no use: the failure ends it.
-            await (presence.come_back if healthy else presence.leave)(Absence.ILL)
+            await (registration.register if healthy else registration.deregister)(DeregisterReason.UNHEALTHY)
 
         return Canary(
             opened.probe,
             lambda: self.gate.in_flight > 0,
             on_change,
-            self._settings.canary_s,
+            self._settings.canary_interval_s,
             self._settings.canary_timeout_s,
-            self._settings.stall_s,
-            lambda: opened.orders.excused,
+            self._settings.stall_timeout_s,
+            lambda: opened.controller.suspended,
         )
 
     async def _leave(self) -> None:
-        """Leave discovery, let requests finish for `drain_s`, fail the rest so that they move elsewhere.
+        """Leave discovery, let requests finish for `drain_timeout_s`, fail the rest so that they move elsewhere.
 
         A failure, before or meanwhile, cuts it short.
         """
         self.gate.drain()
         self.observed.healthy.set(False)
         if self._open is not None:
-            self._open.orders.close()
+            self._open.controller.close()
             _tell("leaving discovery")
-            await _bounded("could not leave discovery", self._open.orders.presence.aclose(), LAST_WORDS_S)
-        log.info("draining %d requests for up to %g s", self.gate.in_flight, self._settings.drain_s)
+            await _bounded("could not leave discovery", self._open.controller.registration.aclose(), LAST_WORDS_S)
+        log.info("draining %d requests for up to %g s", self.gate.in_flight, self._settings.drain_timeout_s)
         _tell(f"draining {self.gate.in_flight} requests")
-        idle = asyncio.create_task(self._idle(self._settings.drain_s))
+        idle = asyncio.create_task(self._idle(self._settings.drain_timeout_s))
         await self._first_of(idle)
         await _cancel([idle])
         if self.gate.in_flight:
             error = self._fatal.exception() if self._fatal.done() else None
             self.gate.fire_all(error if isinstance(error, BatonError) else Draining("this worker is shutting down"))
-            await self.gate.idle(self._settings.abort_s + 1)
+            await self.gate.idle(self._settings.abort_timeout_s + 1)
 
     async def _idle(self, timeout_s: float) -> bool:
         """Wait until no request runs and nothing is held for other workers."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
         idle = await self.gate.idle(timeout_s)
-        return idle and (self._duty is None or await self._duty.drain(max(0.0, deadline - clock())))
+        return idle and (self._role_service is None or await self._role_service.drain(max(0.0, deadline - clock())))
 
     async def _first_of(self, task: asyncio.Task[bool]) -> None:
         """Wait for `task`, or for a failure that ends the worker."""
@@ -303,12 +312,12 @@ class Worker:
         task.add_done_callback(self._on_guard_done)
         return task
 
-    async def _watch_listing(self, endpoint: Endpoint, presence: Presence) -> None:
+    async def _watch_registration(self, endpoint: Endpoint, registration: DiscoveryRegistration) -> None:
         """Look whether discovery has what it should have. It forgets who was frozen for too long, and nobody tells."""
         missed = 0
-        while missed < LISTING_TRIES:
-            await asyncio.sleep(self._settings.canary_s)
-            missed = missed + 1 if presence.listed and not endpoint.is_listed else 0
+        while missed < REGISTRATION_CHECKS:
+            await asyncio.sleep(self._settings.canary_interval_s)
+            missed = missed + 1 if registration.registered and not endpoint.is_registered else 0
         raise EngineDead("discovery has lost this worker; a restart brings it back")
 
     async def _read_engine(self) -> None:
@@ -317,9 +326,9 @@ class Worker:
                 if isinstance(reading, LoadSnapshot):
                     self.observed.load(reading)
                 if self._open is not None:
-                    self._open.endpoint.tell(reading)
+                    self._open.endpoint.publish(reading)
                 elif self._info is not None and self._info.group is not None:
-                    self._voice.tell(reading)
+                    self._follower_events.publish(reading)
 
     def _fail(self, error: BatonError) -> None:
         if not self._fatal.done():

@@ -173,7 +173,7 @@ class ListLoras(msgspec.Struct, frozen=True, kw_only=True, tag="list_loras", for
     """Tell which adapters are loaded."""
 
 
-Verb = (
+Command = (
     ReleaseMemory
     | ResumeMemory
     | Pause

@@ -62,8 +62,8 @@ class Consume(msgspec.Struct, frozen=True, kw_only=True, tag="consume"):
     source: Bootstrap | PrefillResult
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="trial"):
+class LocalProbe(msgspec.Struct, frozen=True, kw_only=True, tag="trial"):
     """This work is a probe of a worker that needs another one: the least its engine can do of its part, alone."""
 
 
-Handoff = Produce | Consume | Trial
+Handoff = Produce | Consume | LocalProbe

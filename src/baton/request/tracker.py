@@ -16,15 +16,15 @@ from baton.request.cancel_scope import CancelScope
 from baton.request.gate import Gate
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a handler holds every request to."""
 
-    deadline_s: float = 600.0
-    abort_s: float = 10.0
-    flush_s: float = 0.002
+    request_timeout_s: float = 600.0
+    abort_timeout_s: float = 10.0
+    flush_interval_s: float = 0.002
 
 
-class Call:
+class TrackedRequest:
     """The running account of one request: its id, its cancel scope, its state and its counts."""
 
     __slots__ = (
@@ -66,13 +66,13 @@ class Call:
         )
 
 
-class Desk:
+class RequestTracker:
     """Where a handler opens its calls: the gate, the limits and the observer of one worker."""
 
     def __init__(
         self,
         gate: Gate,
-        limits: Limits,
+        limits: RequestLimits,
         observer: Observer,
         role: str,
         on_fatal: Callable[[BatonError], None],
@@ -84,35 +84,35 @@ class Desk:
         self._on_fatal = on_fatal
 
     @contextmanager
-    def open(self, context: Context, prompt_tokens: int) -> Iterator[Call]:
+    def track(self, context: Context, prompt_tokens: int) -> Iterator[TrackedRequest]:
         """Admit a request and account for it until the block ends, however it ends.
 
         The cancel scope is open and armed (client, deadline) before the block runs. Raises what the gate refuses with.
         """
-        call = Call(context, prompt_tokens)
+        tracked = TrackedRequest(context, prompt_tokens)
         error: BaseException | None = None
         try:
-            self.gate.enter(call.scope)
-            call.lifecycle.advance(State.ADMITTED)
-            self._arm(call, context)
-            yield call
-            call.lifecycle.advance(State.COMPLETED)
+            self.gate.enter(tracked.scope)
+            tracked.lifecycle.advance(State.ADMITTED)
+            self._arm(tracked, context)
+            yield tracked
+            tracked.lifecycle.advance(State.COMPLETED)
         except BaseException as raised:
             error = raised
-            call.lifecycle.advance(_ending(raised, call.lifecycle.state))
+            tracked.lifecycle.advance(_ending(raised, tracked.lifecycle.state))
             if isinstance(raised, BatonError) and raised.scope == "worker":
                 self._on_fatal(raised)
             raise
         finally:
-            call.scope.close()
-            self.gate.leave(call.scope)
-            self._observer.finished(call.record(self._role, error, context.trace_headers))
+            tracked.scope.close()
+            self.gate.leave(tracked.scope)
+            self._observer.finished(tracked.record(self._role, error, context.trace_headers))
 
-    def _arm(self, call: Call, context: Context) -> None:
-        deadline_s = self.limits.deadline_s
-        expired = DeadlineExceeded(f"the request took longer than {deadline_s:g} s")
-        call.scope.fire_after(deadline_s, expired)
-        context.on_cancel(lambda: call.scope.fire(Cancelled("the client left")))
+    def _arm(self, tracked: TrackedRequest, context: Context) -> None:
+        request_timeout_s = self.limits.request_timeout_s
+        expired = DeadlineExceeded(f"the request took longer than {request_timeout_s:g} s")
+        tracked.scope.fire_after(request_timeout_s, expired)
+        context.on_cancel(lambda: tracked.scope.fire(Cancelled("the client left")))
 
 
 def _ending(error: BaseException, state: State) -> State:

@@ -9,7 +9,7 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFailed, 
 from baton.ports.runtime import Context, Wire
 from baton.protocol.lifecycle import State
 from baton.request.cancel_scope import CancelScope
-from baton.request.tracker import Call, Desk
+from baton.request.tracker import RequestTracker, TrackedRequest
 from baton.router.metrics import RouterMetrics
 from baton.router.pools import MEASURED, PartRoutes, PoolState, Route
 from baton.router.request_view import read_ask
@@ -23,9 +23,9 @@ FINAL = (InvalidRequest, Cancelled, DeadlineExceeded)
 class Forwarder:
     """Serves one part of the plan. `routes` returns the part as the plan has it now."""
 
-    def __init__(self, routes: Callable[[], PartRoutes], desk: Desk, metrics: RouterMetrics) -> None:
+    def __init__(self, routes: Callable[[], PartRoutes], tracker: RequestTracker, metrics: RouterMetrics) -> None:
         self._routes = routes
-        self._desk = desk
+        self._tracker = tracker
         self._metrics = metrics
 
     async def generate(self, request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
@@ -35,13 +35,13 @@ class Forwarder:
         """
         routes = self._routes()
         ask = read_ask(request, routes.plan.ttft_ms, routes.plan.itl_ms)
-        with self._desk.open(context, ask.point.length) as call:
-            call.lifecycle.advance(State.SUBMITTED)
+        with self._tracker.track(context, ask.point.length) as tracked:
+            tracked.lifecycle.advance(State.SUBMITTED)
             route = routes.route(ask)
-            onward = _Onward(context, call.scope)
+            onward = _Onward(context, tracked.scope)
             failure: BatonError | None = None
-            while (state := self._next(routes.name, route, failure, call)) is not None:
-                attempt = _Attempt(state, call)
+            while (state := self._next(routes.name, route, failure, tracked)) is not None:
+                attempt = _Attempt(state, tracked)
                 try:
                     async with aclosing(state.client.call(request, parent=onward)) as replies:
                         async for reply in replies:
@@ -51,7 +51,7 @@ class Forwarder:
                     self._measure(routes.name, state, attempt, route.targets)
                     return
                 except BatonError as error:
-                    call.scope.check()
+                    tracked.scope.check()
                     if attempt.begun or isinstance(error, FINAL):
                         raise
                     failure = error
@@ -60,7 +60,7 @@ class Forwarder:
                     attempt.end()
             raise failure or route.refusal()
 
-    def _next(self, part: str, route: Route, failure: BatonError | None, call: Call) -> PoolState | None:
+    def _next(self, part: str, route: Route, failure: BatonError | None, tracked: TrackedRequest) -> PoolState | None:
         """Choose where the request goes now, and say so."""
         before = set(route.skipped)
         state = route.next()
@@ -71,7 +71,9 @@ class Forwarder:
             return None
         reason = "retry" if failure else "fallback" if route.skipped else route.choice.reason
         self._metrics.decided(part, state.pool.name, reason)
-        log.debug("%s %s goes to %s (%s, cell %s)", call.request_id, part, state.pool.name, reason, route.choice.cell)
+        log.debug(
+            "%s %s goes to %s (%s, cell %s)", tracked.request_id, part, state.pool.name, reason, route.choice.cell
+        )
         return state
 
     def _measure(self, part: str, state: PoolState, attempt: "_Attempt", targets: Mapping[str, float]) -> None:
@@ -85,9 +87,9 @@ class Forwarder:
 class _Attempt:
     """One request in one pool: counted in the pool, and timed."""
 
-    def __init__(self, state: PoolState, call: Call) -> None:
+    def __init__(self, state: PoolState, tracked: TrackedRequest) -> None:
         self._state = state
-        self._call = call
+        self._tracked = tracked
         self._started = time.perf_counter()
         self._first = 0.0
         self._last = 0.0
@@ -111,10 +113,10 @@ class _Attempt:
 
     def _begin(self, tokens: int) -> None:
         self.begun = True
-        self._first = self._call.first_output_at = self._last
+        self._first = self._tracked.first_output_at = self._last
         self._first_tokens = tokens
         self._state.waiting -= 1
-        self._call.lifecycle.advance(State.STREAMING)
+        self._tracked.lifecycle.advance(State.STREAMING)
 
     def check_ended(self) -> None:
         """Raise EngineFailed if nothing came."""
@@ -126,7 +128,7 @@ class _Attempt:
         self._state.in_flight -= 1
         if not self.begun:
             self._state.waiting -= 1
-        self._call.completion_tokens = self._tokens
+        self._tracked.completion_tokens = self._tokens
 
     @property
     def ttft_ms(self) -> float:

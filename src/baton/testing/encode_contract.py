@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import EngineDead, InvalidRequest
-from baton.media.images import trial_picture
+from baton.media.images import probe_image
 from baton.ports.engine import Encoded, EncodeWork, Engine
 from baton.protocol.ids import new_request_id
 from baton.protocol.media import MediaFile
@@ -31,7 +31,7 @@ class EncodeContract:
 
     def encode_work(self, images: int = 1, data: bytes | None = None) -> EncodeWork:
         """Return work with so many images."""
-        picture = trial_picture()
+        picture = probe_image()
         file = picture if data is None else MediaFile(modality="image", data=data, place="here[0]")
         return EncodeWork(request_id=new_request_id("encode"), token_ids=(1, 2, 3), media=(file,) * images)
 

@@ -467,9 +467,9 @@ class EngineContract(HandoffRules):
                     encoding = EncodeWork(request_id=new_request_id("contract"), token_ids=(1,), media=())
                     with pytest.raises(Unsupported):
                         await session.engine.encode(encoding)
-                for verb in beyond(can):
+                for command in beyond(can):
                     with pytest.raises(Unsupported):
-                        await session.engine.control(verb)
+                        await session.engine.execute(command)
                 await self._tokens_of(session, self.work(session.info))
 
         self._run(body())
@@ -483,11 +483,11 @@ class EngineContract(HandoffRules):
                 work = self.work(session.info, tokens=600)  # enough to be at it still when the pause comes
                 alone = await self._tokens_of(session, work) if self.deterministic else None
                 stream = session.engine.submit(msgspec.structs.replace(work, request_id=new_request_id("contract")))
-                await session.engine.control(Pause(mode=mode))
+                await session.engine.execute(Pause(mode=mode))
                 late = session.engine.submit(self.work(session.info, seed=9))
                 await asyncio.sleep(0.2)
                 assert session.busy() == 2
-                await session.engine.control(Continue())
+                await session.engine.execute(Continue())
                 answer = await read_to_the_end(stream)
                 assert len(answer.tokens[0]) == 600
                 if alone is not None:
@@ -505,7 +505,7 @@ class EngineContract(HandoffRules):
                 work, other = self._long(session), self._long(session, seed=1)
                 stream, left = session.engine.submit(work), session.engine.submit(other)
                 await stream.read()
-                await session.engine.control(Pause(mode="keep"))
+                await session.engine.execute(Pause(mode="keep"))
                 await session.engine.abort(work.request_id)
                 with pytest.raises(Cancelled):
                     await read_to_the_end(stream)
@@ -513,7 +513,7 @@ class EngineContract(HandoffRules):
                 with pytest.raises(EngineDead):
                     await read_to_the_end(left)
                 with pytest.raises(EngineDead):
-                    await session.engine.control(Continue())
+                    await session.engine.execute(Continue())
 
         self._run(body())
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from baton.ports.engine import Capabilities, Engine, EngineInfo, Stream
-from baton.protocol.commands import ClearCache, FromDisk, Pause, ReleaseMemory, StopProfile, UpdateWeights, Verb
+from baton.protocol.commands import ClearCache, Command, FromDisk, Pause, ReleaseMemory, StopProfile, UpdateWeights
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.outputs import Finished, Output, TokenDelta
 from baton.testing.bounded import eventually
@@ -65,11 +65,11 @@ class Session:
         await eventually(lambda: not self.busy() and self.used_blocks() == self.blocks_at_start, limit_s)
 
 
-def beyond(can: Capabilities) -> list[Verb]:
+def beyond(can: Capabilities) -> list[Command]:
     """Return orders that an engine with these capabilities refuses."""
     tags = can.memory_tags | {"no such memory"}
     modes: tuple[Literal["abort", "retract", "keep"], ...] = ("abort", "retract", "keep")
-    verbs: list[Verb] = [ReleaseMemory(tags=(tag,)) for tag in tags - can.memory_tags]
+    verbs: list[Command] = [ReleaseMemory(tags=(tag,)) for tag in tags - can.memory_tags]
     verbs += [Pause(mode=mode) for mode in modes if mode not in can.pause_modes]
     if not can.clear_cache:
         verbs.append(ClearCache())

@@ -9,7 +9,7 @@ from baton.engine_kit.output_stream import OutputStream
 from baton.errors import BatonError, Cancelled, EngineDead, Unsupported
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, Engine, EngineInfo, Progress, Work
 from baton.ports.observer import RequestRecord
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import Finished, HandoffReady, KvComputed, KvWanted, Output, TokenDelta
@@ -61,7 +61,7 @@ class ScriptedEngine:
         self.submitted: list[Work] = []
         self.aborted: list[RequestId] = []
         self.received_ids: list[RequestId] = []
-        self.verbs: list[Verb] = []
+        self.verbs: list[Command] = []
         self.control_script = list(control)
         self.readings_to_give: list[Reading] = []
         self._capabilities = capabilities or Capabilities()
@@ -119,9 +119,9 @@ class ScriptedEngine:
         """See `Engine.encode`."""
         raise Unsupported("the scripted engine does not encode media")
 
-    async def control(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """See `Engine.control`."""
-        self.verbs.append(verb)
+        self.verbs.append(command)
         while self.control_script:
             match self.control_script.pop(0):
                 case Outcome() as outcome:

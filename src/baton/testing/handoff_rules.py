@@ -32,7 +32,7 @@ from baton.testing.handoff_session import (
 class HandoffRules(EngineSuite):
     """Left out for engines that tell of no KV memory, or of memory that is not the CPU's."""
 
-    def make_lender(self) -> Engine:
+    def make_producer(self) -> Engine:
         """Return an engine that has not been started, as a worker would have it that lends its KV."""
         return self.make_engine()
 
@@ -42,59 +42,61 @@ class HandoffRules(EngineSuite):
     @pytest.mark.parametrize("blocks", [(0, 2), (1, -1), (1, 0), (1, 1), (3, 0), (5, 1), (6, 7)], ids=str)
     def test_an_answer_from_elsewhere_is_the_answer_of_one_engine(self, blocks: tuple[int, int], reused: int) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, borrower):
-                length = blocks[0] * lender.info.block_size + blocks[1]
-                work = self.work(lender.info, length=length, tokens=24)
+            async with self._pair() as (producer, consumer):
+                length = blocks[0] * producer.info.block_size + blocks[1]
+                work = self.work(producer.info, length=length, tokens=24)
                 for seed in (1, 2, 3):  # so that the two do not use the same blocks
-                    await self._tokens_of(lender, self.work(lender.info, seed, length=40 * seed))
-                beginning = self.work(lender.info, length=max(1, length * 2 // 3))
+                    await self._tokens_of(producer, self.work(producer.info, seed, length=40 * seed))
+                beginning = self.work(producer.info, length=max(1, length * 2 // 3))
                 if reused:
-                    await self._tokens_of((lender, borrower)[reused - 1], beginning)
-                await self._check_same(lender, borrower, work)
+                    await self._tokens_of((producer, consumer)[reused - 1], beginning)
+                await self._check_same(producer, consumer, work)
 
         self._run(body())
 
     def test_a_long_prompt_is_told_while_it_is_computed(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, borrower):
-                length = min(1500, lender.info.context_length // 2)
-                produced = await self._check_same(lender, borrower, self.work(lender.info, length=length, tokens=40))
+            async with self._pair() as (producer, consumer):
+                length = min(1500, producer.info.context_length // 2)
+                produced = await self._check_same(
+                    producer, consumer, self.work(producer.info, length=length, tokens=40)
+                )
                 assert produced.tellings > 1, "the other side can fetch while this one computes"
 
         self._run(body())
 
     def test_chance_follows_its_seed_across(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, borrower):
-                work = self.work(lender.info, length=50, tokens=30)
+            async with self._pair() as (producer, consumer):
+                work = self.work(producer.info, length=50, tokens=30)
                 sampling = Sampling(temperature=1.0, seed=11, frequency_penalty=0.5, repetition_penalty=1.1)
-                await self._check_same(lender, borrower, msgspec.structs.replace(work, sampling=sampling))
+                await self._check_same(producer, consumer, msgspec.structs.replace(work, sampling=sampling))
 
         self._run(body())
 
     def test_every_choice_goes_on_from_what_came(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, borrower):
-                if borrower.engine.capabilities.max_choices < 3:
+            async with self._pair() as (producer, consumer):
+                if consumer.engine.capabilities.max_choices < 3:
                     pytest.skip("the engine does not make three choices")
-                work = self.work(lender.info, length=50, tokens=12)
+                work = self.work(producer.info, length=50, tokens=12)
                 sampling = Sampling(temperature=1.0, seed=5, n=3)
-                await self._check_same(lender, borrower, msgspec.structs.replace(work, sampling=sampling))
+                await self._check_same(producer, consumer, msgspec.structs.replace(work, sampling=sampling))
 
         self._run(body())
 
     def test_log_probabilities_are_the_same_across(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, borrower):
-                if lender.engine.capabilities.max_logprobs is None:
+            async with self._pair() as (producer, consumer):
+                if producer.engine.capabilities.max_logprobs is None:
                     pytest.skip("the engine returns no log-probabilities")
-                work = self.work(lender.info, length=70, tokens=8, logprobs=0)
-                alone = await scores_of(lender.engine.submit(anew(work)))
-                produced = await Produced(lender, producing(work)).whole()
+                work = self.work(producer.info, length=70, tokens=8, logprobs=0)
+                alone = await scores_of(producer.engine.submit(anew(work)))
+                produced = await Produced(producer, producing(work)).whole()
                 consumed = anew(work, CONSUME)
-                stream = borrower.engine.submit(consumed)
-                self._place(produced, borrower, await wanted_by(stream))
-                borrower.engine.received(consumed.request_id)
+                stream = consumer.engine.submit(consumed)
+                self._place(produced, consumer, await wanted_by(stream))
+                consumer.engine.received(consumed.request_id)
                 assert await scores_of(stream) == pytest.approx(alone, abs=1e-3)
                 await produced.let_go()
 
@@ -103,51 +105,51 @@ class HandoffRules(EngineSuite):
     @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.EOS])
     def test_an_answer_that_ends_with_its_first_token_ends_so_on_both_sides(self, reason: FinishReason) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, borrower):
+            async with self._pair() as (producer, consumer):
                 if not self.deterministic:
                     pytest.skip("it is not known which tokens will come")
-                work = self.work(lender.info, length=40)
-                first = (await self._tokens_of(lender, work))[0]
+                work = self.work(producer.info, length=40)
+                first = (await self._tokens_of(producer, work))[0]
                 stop = StopConditions(stop_token_ids=(first,) if reason is FinishReason.STOP else None)
                 ends = (first,) if reason is FinishReason.EOS else ()
                 ending = msgspec.structs.replace(work, stop=stop, eos_token_ids=ends)
-                produced = await Produced(lender, producing(ending)).whole()
-                answer = await self._consume(produced, borrower, ending)
+                produced = await Produced(producer, producing(ending)).whole()
+                answer = await self._consume(produced, consumer, ending)
                 for end in (produced.answer.ends[0], answer.ends[0]):
                     assert end is not None
                     assert end.reason is reason
                 assert len(answer.tokens[0]) == 1
                 await produced.let_go()
-                await self._both_as_at_the_start(lender, borrower)
+                await self._both_as_at_the_start(producer, consumer)
 
         self._run(body())
 
     def test_what_came_can_be_reused_by_the_next(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, borrower):
-                size = lender.info.block_size
-                work = self.work(lender.info, length=4 * size + 1, tokens=8)
-                await self._check_same(lender, borrower, work)
-                again = await read_to_the_end(borrower.engine.submit(anew(work)))
+            async with self._pair() as (producer, consumer):
+                size = producer.info.block_size
+                work = self.work(producer.info, length=4 * size + 1, tokens=8)
+                await self._check_same(producer, consumer, work)
+                again = await read_to_the_end(consumer.engine.submit(anew(work)))
                 assert again.ends[0] is not None
                 if not again.ends[0].cached_tokens:
                     pytest.skip("the engine reuses nothing")
                 assert again.ends[0].cached_tokens == 4 * size
                 consuming = anew(work, CONSUME)
                 for _ in range(2):  # an id is free again when its work has ended
-                    consumed = await read_to_the_end(borrower.engine.submit(consuming))
+                    consumed = await read_to_the_end(consumer.engine.submit(consuming))
                     assert consumed.tokens == again.tokens, "who has all of it wants nothing"
 
         self._run(body())
 
     def test_a_prompt_that_is_scored_is_computed_here(self) -> None:
         async def body() -> None:
-            async with self._pair() as (_, borrower):
-                if not borrower.engine.capabilities.prompt_logprobs:
+            async with self._pair() as (_, consumer):
+                if not consumer.engine.capabilities.prompt_logprobs:
                     pytest.skip("the engine does not score prompts")
-                work = self.work(borrower.info, length=50)
+                work = self.work(consumer.info, length=50)
                 scored = msgspec.structs.replace(anew(work, CONSUME), output=OutputOptions(prompt_logprobs=0))
-                answer = await read_to_the_end(borrower.engine.submit(scored))
+                answer = await read_to_the_end(consumer.engine.submit(scored))
                 assert answer.ends[0] is not None
                 assert answer.ends[0].prompt_logprobs is not None
 
@@ -157,79 +159,79 @@ class HandoffRules(EngineSuite):
 
     def test_lent_blocks_stay_as_they_are_until_abort_and_count_for_nobody(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, _):
+            async with self._pair() as (producer, _):
                 lent = [
-                    await Produced(lender, producing(self.work(lender.info, seed, length=70))).whole()
-                    for seed in range(lender.info.max_running + 1)
+                    await Produced(producer, producing(self.work(producer.info, seed, length=70))).whole()
+                    for seed in range(producer.info.max_running + 1)
                 ]
-                await eventually(lambda: not lender.busy(), self.limit_s)
-                works = [self.work(lender.info, 50 + seed, length=300, tokens=40) for seed in range(8)]
-                await asyncio.gather(*(read_to_the_end(lender.engine.submit(work)) for work in works))
+                await eventually(lambda: not producer.busy(), self.limit_s)
+                works = [self.work(producer.info, 50 + seed, length=300, tokens=40) for seed in range(8)]
+                await asyncio.gather(*(read_to_the_end(producer.engine.submit(work)) for work in works))
                 for produced in lent:
                     produced.check_unchanged()
                 assert len({block for produced in lent for block in produced.blocks}) == 5 * len(lent)
                 for produced in lent:
                     await asyncio.gather(produced.let_go(), produced.let_go())
                     await produced.let_go()
-                await lender.as_at_the_start(self.limit_s)
+                await producer.as_at_the_start(self.limit_s)
 
         self._run(body())
 
     def test_equal_prompts_lend_equal_blocks_each_until_its_own_abort(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, borrower):
-                work = self.work(lender.info, length=70, tokens=20)
-                alone = await self._tokens_of(borrower, self.work(borrower.info, length=70, tokens=20))
-                both = [Produced(lender, producing(work)) for _ in range(2)]
+            async with self._pair() as (producer, consumer):
+                work = self.work(producer.info, length=70, tokens=20)
+                alone = await self._tokens_of(consumer, self.work(consumer.info, length=70, tokens=20))
+                both = [Produced(producer, producing(work)) for _ in range(2)]
                 first, second = await asyncio.gather(*(produced.whole() for produced in both))
                 await first.let_go()
-                await self._tokens_of(lender, self.work(lender.info, 5, length=900, tokens=30))
+                await self._tokens_of(producer, self.work(producer.info, 5, length=900, tokens=30))
                 second.check_unchanged()
-                answer = await self._consume(second, borrower, work)
+                answer = await self._consume(second, consumer, work)
                 if self.deterministic:
                     assert answer.tokens[0] == alone
                 await second.let_go()
-                await self._both_as_at_the_start(lender, borrower)
+                await self._both_as_at_the_start(producer, consumer)
 
         self._run(body())
 
     def test_a_lent_request_id_is_in_use_until_abort(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, _):
-                produced = await Produced(lender, producing(self.work(lender.info))).whole()
+            async with self._pair() as (producer, _):
+                produced = await Produced(producer, producing(self.work(producer.info))).whole()
                 with pytest.raises(InvalidRequest):
-                    lender.engine.submit(produced.work)
+                    producer.engine.submit(produced.work)
                 await produced.let_go()
-                await (await Produced(lender, produced.work).whole()).let_go()
+                await (await Produced(producer, produced.work).whole()).let_go()
 
         self._run(body())
 
     def test_more_than_one_choice_or_token_cannot_be_produced(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, _):
-                work = producing(self.work(lender.info))
+            async with self._pair() as (producer, _):
+                work = producing(self.work(producer.info))
                 many = msgspec.structs.replace(work, sampling=Sampling(n=2))
                 for impossible in (many, msgspec.structs.replace(work, max_tokens=2)):
                     with pytest.raises(InvalidRequest):
-                        lender.engine.submit(impossible)
-                await lender.as_at_the_start(self.limit_s)
+                        producer.engine.submit(impossible)
+                await producer.as_at_the_start(self.limit_s)
 
         self._run(body())
 
     def test_when_all_is_lent_the_queue_waits_quietly_and_goes_on_after_an_abort(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, _):
-                lent = await self._lend_everything(lender)
-                stream = lender.engine.submit(self.work(lender.info, 99))
-                await self._is_quiet(lender)
-                assert lender.busy() == 1
+            async with self._pair() as (producer, _):
+                lent = await self._lend_everything(producer)
+                stream = producer.engine.submit(self.work(producer.info, 99))
+                await self._is_quiet(producer)
+                assert producer.busy() == 1
                 for produced in lent[1:]:
                     produced.check_unchanged()
                 await lent[0].let_go()
                 assert len((await read_to_the_end(stream)).tokens[0]) == 8
                 for produced in lent[1:]:
                     await produced.let_go()
-                await lender.as_at_the_start(self.limit_s)
+                await producer.as_at_the_start(self.limit_s)
 
         self._run(body())
 
@@ -237,44 +239,44 @@ class HandoffRules(EngineSuite):
 
     def test_who_waits_for_kv_keeps_its_blocks_and_holds_up_nobody(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, borrower):
-                memory = memory_of(borrower)
-                work = self.work(borrower.info, length=70, tokens=20)
-                alone = await self._tokens_of(lender, work)
-                produced = await Produced(lender, producing(work)).whole()
+            async with self._pair() as (producer, consumer):
+                memory = memory_of(consumer)
+                work = self.work(consumer.info, length=70, tokens=20)
+                alone = await self._tokens_of(producer, work)
+                produced = await Produced(producer, producing(work)).whole()
                 consumed = anew(work, CONSUME)
-                stream = borrower.engine.submit(consumed)
+                stream = consumer.engine.submit(consumed)
                 wanted = await wanted_by(stream)
                 mark = [bytes([block % 251]) * memory.block_bytes for block in wanted.blocks]
                 for block, content in zip(wanted.blocks, mark, strict=True):
                     write_block(memory, block, [content] * memory.planes)
-                works = [self.work(borrower.info, 50 + seed, length=200, tokens=40) for seed in range(8)]
-                await asyncio.gather(*(read_to_the_end(borrower.engine.submit(other)) for other in works))
+                works = [self.work(consumer.info, 50 + seed, length=200, tokens=40) for seed in range(8)]
+                await asyncio.gather(*(read_to_the_end(consumer.engine.submit(other)) for other in works))
                 for block, content in zip(wanted.blocks, mark, strict=True):
                     assert read_block(memory, block) == (content,) * memory.planes, "these blocks are the fetcher's"
-                await self._is_quiet(borrower)
-                self._place(produced, borrower, wanted)
-                borrower.engine.received(consumed.request_id)
-                borrower.engine.received(consumed.request_id)
+                await self._is_quiet(consumer)
+                self._place(produced, consumer, wanted)
+                consumer.engine.received(consumed.request_id)
+                consumer.engine.received(consumed.request_id)
                 answer = await read_to_the_end(stream)
-                borrower.engine.received(consumed.request_id)
+                consumer.engine.received(consumed.request_id)
                 if self.deterministic:
                     assert answer.tokens[0] == alone
                 await produced.let_go()
-                await self._both_as_at_the_start(lender, borrower)
+                await self._both_as_at_the_start(producer, consumer)
 
         self._run(body())
 
     def test_the_news_that_kv_has_come_for_nobody_is_no_error(self) -> None:
         async def body() -> None:
-            async with self._pair() as (_, borrower):
-                borrower.engine.received(RequestId("never submitted"))
-                work = self._long(borrower)
-                stream = borrower.engine.submit(work)
-                borrower.engine.received(work.request_id)
-                await self._abort(borrower, work, stream)
-                borrower.engine.received(work.request_id)
-                await self._tokens_of(borrower, self.work(borrower.info))
+            async with self._pair() as (_, consumer):
+                consumer.engine.received(RequestId("never submitted"))
+                work = self._long(consumer)
+                stream = consumer.engine.submit(work)
+                consumer.engine.received(work.request_id)
+                await self._abort(consumer, work, stream)
+                consumer.engine.received(work.request_id)
+                await self._tokens_of(consumer, self.work(consumer.info))
 
         self._run(body())
 
@@ -283,9 +285,9 @@ class HandoffRules(EngineSuite):
     @pytest.mark.parametrize("after", [0, 1, None], ids=["queued", "producing", "lent"])
     def test_abort_of_a_producer_in_any_phase_frees_everything(self, after: int | None) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, _):
-                length = min(2048, lender.info.context_length // 2)
-                produced = Produced(lender, producing(self.work(lender.info, length=length)))
+            async with self._pair() as (producer, _):
+                length = min(2048, producer.info.context_length // 2)
+                produced = Produced(producer, producing(self.work(producer.info, length=length)))
                 if after is None:
                     await produced.whole()
                     await produced.let_go()
@@ -293,39 +295,39 @@ class HandoffRules(EngineSuite):
                 else:
                     for _ in range(after):
                         await produced.read()
-                    await lender.engine.abort(produced.work.request_id)
+                    await producer.engine.abort(produced.work.request_id)
                     if not produced.complete:
                         with pytest.raises(Cancelled):
                             await read_to_the_end(produced.stream)
-                await lender.as_at_the_start(self.limit_s)
+                await producer.as_at_the_start(self.limit_s)
 
         self._run(body())
 
     @pytest.mark.parametrize("phase", ["queued", "wanting", "received", "decoding"])
     def test_abort_of_a_consumer_in_any_phase_frees_everything(self, phase: str) -> None:
         async def body() -> None:
-            async with self._pair() as (_, borrower):
-                work = anew(self.work(borrower.info, length=70, tokens=self.long_tokens), CONSUME)
-                stream = borrower.engine.submit(work)
+            async with self._pair() as (_, consumer):
+                work = anew(self.work(consumer.info, length=70, tokens=self.long_tokens), CONSUME)
+                stream = consumer.engine.submit(work)
                 if phase != "queued":
                     await wanted_by(stream)
                 if phase in ("received", "decoding"):
-                    borrower.engine.received(work.request_id)
+                    consumer.engine.received(work.request_id)
                 if phase == "decoding":
                     assert await stream.read()
-                await self._abort(borrower, work, stream)
-                await borrower.as_at_the_start(self.limit_s)
+                await self._abort(consumer, work, stream)
+                await consumer.as_at_the_start(self.limit_s)
 
         self._run(body())
 
     def test_a_storm_of_hand_overs_and_aborts_leaves_both_as_they_were(self) -> None:
         async def body() -> None:
-            async with self._pair() as (lender, borrower):
+            async with self._pair() as (producer, consumer):
                 numbers = random.Random(13)
-                storm = (self._gust(lender, borrower, random.Random(numbers.random())) for _ in range(150))
+                storm = (self._gust(producer, consumer, random.Random(numbers.random())) for _ in range(150))
                 await asyncio.gather(*storm)
-                await self._both_as_at_the_start(lender, borrower)
-                await self._check_same(lender, borrower, self.work(lender.info, length=100, tokens=16))
+                await self._both_as_at_the_start(producer, consumer)
+                await self._check_same(producer, consumer, self.work(producer.info, length=100, tokens=16))
 
         self._run(body())
 
@@ -334,52 +336,52 @@ class HandoffRules(EngineSuite):
     @asynccontextmanager
     async def _pair(self) -> AsyncIterator[tuple[Session, Session]]:
         """Run two engines on one model, of which one lends and the other borrows."""
-        async with self._session(self.make_lender()) as lender, self._session() as borrower:
-            if lender.info.kv is None or lender.info.kv.device != "cpu":
+        async with self._session(self.make_producer()) as producer, self._session() as consumer:
+            if producer.info.kv is None or producer.info.kv.device != "cpu":
                 pytest.skip("the engine tells of no KV memory that this suite could read")
-            assert borrower.info.kv is not None
-            assert borrower.info.kv.shape == lender.info.kv.shape, "two engines on one model understand each other"
-            yield lender, borrower
+            assert consumer.info.kv is not None
+            assert consumer.info.kv.shape == producer.info.kv.shape, "two engines on one model understand each other"
+            yield producer, consumer
 
-    async def _check_same(self, lender: Session, borrower: Session, work: Work) -> Produced:
+    async def _check_same(self, producer: Session, consumer: Session, work: Work) -> Produced:
         """Answer `work` on one engine, and on two; compare, and free everything."""
-        produced = await Produced(lender, producing(work)).whole()
-        answer = await self._consume(produced, borrower, work)
+        produced = await Produced(producer, producing(work)).whole()
+        answer = await self._consume(produced, consumer, work)
         await produced.let_go()
-        await self._both_as_at_the_start(lender, borrower)
+        await self._both_as_at_the_start(producer, consumer)
         if self.deterministic:
-            alone = await read_to_the_end(lender.engine.submit(anew(work)), work.sampling.n or 1)
+            alone = await read_to_the_end(producer.engine.submit(anew(work)), work.sampling.n or 1)
             assert answer.tokens == alone.tokens
             if work.sampling.seed is None:
                 assert produced.answer.tokens[0] == alone.tokens[0][:1]
         return produced
 
-    async def _consume(self, produced: Produced, borrower: Session, work: Work) -> Answer:
+    async def _consume(self, produced: Produced, consumer: Session, work: Work) -> Answer:
         """Go on from what was produced; return the answer."""
         consumed = anew(work, CONSUME)
-        stream = borrower.engine.submit(consumed)
+        stream = consumer.engine.submit(consumed)
         answer = Answer(work.sampling.n or 1)
         while outputs := await stream.read():
             answer.add(outputs)
             for wanted in outputs:
                 if isinstance(wanted, KvWanted):
-                    self._place(produced, borrower, wanted)
-                    borrower.engine.received(consumed.request_id)
+                    self._place(produced, consumer, wanted)
+                    consumer.engine.received(consumed.request_id)
         return answer
 
-    def _place(self, produced: Produced, borrower: Session, wanted: KvWanted) -> None:
+    def _place(self, produced: Produced, consumer: Session, wanted: KvWanted) -> None:
         """Carry the KV across, as it was when it was told."""
         missing = produced.content[wanted.first :]
         for block, content in zip(wanted.blocks, missing, strict=True):
-            write_block(memory_of(borrower), block, content)
+            write_block(memory_of(consumer), block, content)
 
-    async def _lend_everything(self, lender: Session) -> list[Produced]:
+    async def _lend_everything(self, producer: Session) -> list[Produced]:
         """Lend prompts until no block is left."""
-        info, lent, left = lender.info, list[Produced](), lender.info.total_blocks
+        info, lent, left = producer.info, list[Produced](), producer.info.total_blocks
         while left:
             length = min(left * info.block_size, info.context_length - 1)
             work = producing(self.work(info, 1000 + left, length=length))
-            produced = await Produced(lender, work).whole()
+            produced = await Produced(producer, work).whole()
             lent.append(produced)
             left -= len(produced.blocks)
         return lent
@@ -391,26 +393,26 @@ class HandoffRules(EngineSuite):
         await asyncio.sleep(0.5)
         assert session.engine.progress().steps - before <= 5
 
-    async def _both_as_at_the_start(self, lender: Session, borrower: Session) -> None:
-        await lender.as_at_the_start(self.limit_s)
-        await borrower.as_at_the_start(self.limit_s)
+    async def _both_as_at_the_start(self, producer: Session, consumer: Session) -> None:
+        await producer.as_at_the_start(self.limit_s)
+        await consumer.as_at_the_start(self.limit_s)
 
-    async def _gust(self, lender: Session, borrower: Session, numbers: random.Random) -> None:
+    async def _gust(self, producer: Session, consumer: Session, numbers: random.Random) -> None:
         """One request of the storm: handed over to its end, or given up on either side at some time."""
         await asyncio.sleep(numbers.random() * 0.5)
-        length = numbers.randrange(1, 6 * lender.info.block_size)
-        work = self.work(lender.info, numbers.randrange(6), length, tokens=numbers.randrange(1, 20))
+        length = numbers.randrange(1, 6 * producer.info.block_size)
+        work = self.work(producer.info, numbers.randrange(6), length, tokens=numbers.randrange(1, 20))
         given_up = numbers.randrange(4)
-        produced = Produced(lender, producing(work))
+        produced = Produced(producer, producing(work))
         if given_up == 0:
             await asyncio.sleep(numbers.random() * 0.02)
-            await lender.engine.abort(produced.work.request_id)
+            await producer.engine.abort(produced.work.request_id)
             return
         consumed = anew(work, CONSUME)
-        stream = borrower.engine.submit(consumed)
+        stream = consumer.engine.submit(consumed)
         if given_up == 1:
             await asyncio.sleep(numbers.random() * 0.02)
-            await borrower.engine.abort(consumed.request_id)
+            await consumer.engine.abort(consumed.request_id)
             await (await produced.whole()).let_go()
             return
         answer = Answer()
@@ -420,10 +422,10 @@ class HandoffRules(EngineSuite):
             for wanted in outputs:
                 if isinstance(wanted, KvWanted):
                     await produced.whole()
-                    self._place(produced, borrower, wanted)
-                    borrower.engine.received(consumed.request_id)
+                    self._place(produced, consumer, wanted)
+                    consumer.engine.received(consumed.request_id)
                     if given_up == 2:
-                        await borrower.engine.abort(consumed.request_id)
+                        await consumer.engine.abort(consumed.request_id)
                         await produced.let_go()
                         return
         if not produced.complete:

@@ -58,7 +58,7 @@ class MemoryEndpoint:
         self._instance_id = instance_id
         self.service = service
         self.card: ModelCard | None = None
-        self.listed = True
+        self.registered = True
         self.told: list[Reading] = []
         self.running: set[asyncio.Task[None]] = set()
 
@@ -68,26 +68,26 @@ class MemoryEndpoint:
         return self._instance_id
 
     @property
-    def is_listed(self) -> bool:
+    def is_registered(self) -> bool:
         """See `Endpoint.is_listed`."""
-        return self.listed
+        return self.registered
 
-    async def advertise(self, card: ModelCard) -> None:
+    async def register_model(self, card: ModelCard) -> None:
         """See `Endpoint.advertise`."""
         self.card = card
 
-    def tell(self, reading: Reading) -> None:
+    def publish(self, reading: Reading) -> None:
         """See `Endpoint.tell`."""
         if self.card is not None and (self.card.kv_events or isinstance(reading, LoadSnapshot)):
             self.told.append(reading)
 
-    async def withdraw(self) -> None:
+    async def deregister(self) -> None:
         """See `Endpoint.withdraw`."""
-        self.listed = False
+        self.registered = False
 
-    async def restore(self) -> None:
+    async def register(self) -> None:
         """See `Endpoint.restore`."""
-        self.listed = True
+        self.registered = True
 
     def start(self, request: Wire, context: MemoryContext) -> "MemoryCall":
         """Begin to answer `request`."""
@@ -98,7 +98,7 @@ class MemoryEndpoint:
 
     async def aclose(self) -> None:
         """Cancel what runs and wait for it."""
-        self.listed = False
+        self.registered = False
         for task in self.running:
             task.cancel()
         if self.running:
@@ -148,7 +148,7 @@ class MemoryClient:
 
     def instances(self) -> list[int]:
         """See `Client.instances`."""
-        return [endpoint.instance_id for endpoint in self._endpoints if endpoint.listed]
+        return [endpoint.instance_id for endpoint in self._endpoints if endpoint.registered]
 
     async def ready(self, timeout_s: float) -> list[int]:
         """See `Client.ready`."""
@@ -177,10 +177,10 @@ class MemoryClient:
                 call.leave()
 
     def _choose(self, instance: int | None) -> MemoryEndpoint:
-        listed = [e for e in self._endpoints if e.listed and instance in (None, e.instance_id)]
-        if not listed:
+        registered = [e for e in self._endpoints if e.registered and instance in (None, e.instance_id)]
+        if not registered:
             raise PeerLost("no such instance" if instance else "no instance")
-        return listed[next(self._turn) % len(listed)]
+        return registered[next(self._turn) % len(registered)]
 
 
 class MemoryRuntime:

@@ -335,11 +335,11 @@ class RuntimeContract(RuntimeStage):
         if not self.traces:
             pytest.skip("this runtime begins no traces")
 
-        async def tell(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+        async def publish(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
             yield dict(context.trace_headers)
 
         async def body() -> None:
-            async with self._served(tell) as served, self._parent(served.runtime) as (parent, _):
+            async with self._served(publish) as served, self._parent(served.runtime) as (parent, _):
                 [headers] = [reply async for reply in served.client.call({}, parent=parent)]
                 trace_id = parent.trace_headers["traceparent"].split("-")[1]
                 assert str(headers["traceparent"]).split("-")[1] == trace_id
@@ -380,13 +380,13 @@ class RuntimeContract(RuntimeStage):
             async with self._served(_echo) as served:
                 instance = served.endpoint.instance_id
                 for _ in range(2):
-                    await served.endpoint.withdraw()
-                    await served.endpoint.withdraw()
+                    await served.endpoint.deregister()
+                    await served.endpoint.deregister()
                     await eventually(lambda: served.client.instances() == [])
                     with pytest.raises(PeerLost):
                         await served.call()
-                    await served.endpoint.restore()
-                    await served.endpoint.restore()
+                    await served.endpoint.register()
+                    await served.endpoint.register()
                     assert await served.client.ready(5.0) == [instance]
                     await served.until_reachable()
 
@@ -396,7 +396,7 @@ class RuntimeContract(RuntimeStage):
         async def body() -> None:
             async with self._started() as runtime:
                 endpoint = await runtime.serve(PATH, make_service(_echo))
-                await endpoint.withdraw()
+                await endpoint.deregister()
                 client = await runtime.client(PATH)
                 await asyncio.sleep(0.1)
                 assert client.instances() == []
@@ -406,11 +406,11 @@ class RuntimeContract(RuntimeStage):
     def test_an_endpoint_knows_whether_it_is_listed(self) -> None:
         async def body() -> None:
             async with self._served(Ticker().handle) as served:
-                assert served.endpoint.is_listed
-                await served.endpoint.withdraw()
-                await eventually(lambda: not served.endpoint.is_listed)
-                await served.endpoint.restore()
-                await eventually(lambda: served.endpoint.is_listed)
+                assert served.endpoint.is_registered
+                await served.endpoint.deregister()
+                await eventually(lambda: not served.endpoint.is_registered)
+                await served.endpoint.register()
+                await eventually(lambda: served.endpoint.is_registered)
 
         self._run(body())
 
@@ -419,7 +419,7 @@ class RuntimeContract(RuntimeStage):
             ticker = Ticker()
             async with self._served(ticker.handle) as served, aclosing(served.client.call({})) as replies:
                 await anext(replies)
-                await served.endpoint.withdraw()
+                await served.endpoint.deregister()
                 await eventually(lambda: served.client.instances() == [])
                 assert [(await anext(replies))["number"] for _ in range(20)] == list(range(1, 21))
 
@@ -456,15 +456,15 @@ class RuntimeContract(RuntimeStage):
 
         async def body() -> None:
             async with self._served(handle) as served:
-                await served.endpoint.advertise(CARD)
+                await served.endpoint.register_model(CARD)
                 measuring = asyncio.create_task(measure_lag())
                 for number in range(1000):
                     rank = number % CARD.dp_size
-                    served.endpoint.tell(LoadSnapshot(number, 0, number, 1000, dp_rank=rank))
-                    served.endpoint.tell(KvStored((number,), tuple(range(16)), 16, dp_rank=rank))
-                    served.endpoint.tell(KvRemoved((number,), dp_rank=rank))
+                    served.endpoint.publish(LoadSnapshot(number, 0, number, 1000, dp_rank=rank))
+                    served.endpoint.publish(KvStored((number,), tuple(range(16)), 16, dp_rank=rank))
+                    served.endpoint.publish(KvRemoved((number,), dp_rank=rank))
                 for rank in range(CARD.dp_size):
-                    served.endpoint.tell(KvCleared(dp_rank=rank))
+                    served.endpoint.publish(KvCleared(dp_rank=rank))
                 await served.call()
                 measuring.cancel()
                 assert await measuring < self.lag_limit_s

@@ -37,7 +37,7 @@ Announce = Callable[[str, Settings], None]
 def run_supervisor(settings: Settings, announce: Announce) -> int:
     """Run the whole system until it is told to stop; `announce` is called once when it serves, with the model's name.
 
-    The model is fetched here, once and before the clock of `start_s` runs, so that workers do not all try to.
+    The model is fetched here, once and before the clock of `start_timeout_s` runs, so that workers do not all try to.
     """
     import uvloop
 
@@ -103,11 +103,13 @@ class Supervisor:
         """
         processes = [self._frontend, *self._workers]
         for process in processes:
-            await process.start(self._settings.stall_s)
+            await process.start(self._settings.stall_timeout_s)
         starting = asyncio.ensure_future(self._all_ready(processes))
         stopping = asyncio.ensure_future(stop.wait())
         showing = asyncio.ensure_future(show_progress(processes))
-        await asyncio.wait([starting, stopping], timeout=self._settings.start_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [starting, stopping], timeout=self._settings.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
         stopping.cancel()
         showing.cancel()
         await asyncio.wait([showing])
@@ -115,7 +117,7 @@ class Supervisor:
             starting.cancel()
             if stop.is_set():
                 return None
-            raise EngineDead(f"the start took longer than {self._settings.start_s:g} s")
+            raise EngineDead(f"the start took longer than {self._settings.start_timeout_s:g} s")
         return starting.result()
 
     async def watch(self, stop: asyncio.Event) -> None:
@@ -133,7 +135,7 @@ class Supervisor:
 
         When the workers have gone, every stream has ended: the frontend has only to let clients read the rest.
         """
-        limit_s = self._settings.drain_s + STOP_MARGIN_S
+        limit_s = self._settings.drain_timeout_s + STOP_MARGIN_S
         await asyncio.gather(*(self._end(process, limit_s) for process in self._workers))
         await self._end(self._frontend, min(limit_s, FRONTEND_STOP_S))
         for process in (self._frontend, *self._workers):
@@ -171,7 +173,7 @@ class Supervisor:
             )
             log.warning("%s ended with code %d; starting it again in %.1f s", process.name, code, backoff_s)
             await asyncio.sleep(backoff_s)
-            await process.start(self._settings.stall_s)
+            await process.start(self._settings.stall_timeout_s)
 
     async def _until_ended(self, process: Process) -> int:
         """Wait for the process to end; kill it if it is ready and then shows no sign of life."""
@@ -180,9 +182,9 @@ class Supervisor:
         started = loop.time()
         try:
             while not ended.done():
-                await asyncio.wait([ended], timeout=self._settings.stall_s / 4)
+                await asyncio.wait([ended], timeout=self._settings.stall_timeout_s / 4)
                 silent_s = loop.time() - max(process.last_beat, started)
-                limit_s = self._settings.stall_s if process.ready.is_set() else self._settings.start_s
+                limit_s = self._settings.stall_timeout_s if process.ready.is_set() else self._settings.start_timeout_s
                 if silent_s > limit_s and not ended.done():
                     log.error("%s shows no sign of life for %.0f s; killing it", process.name, silent_s)
                     process.send_signal(signal.SIGKILL)

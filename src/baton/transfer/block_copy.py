@@ -77,10 +77,10 @@ def require_alike(mine: KvMemory | None, theirs: KvMemory | None) -> None:
         raise PeerLost(f"the KV caches do not fit each other: {', '.join(different)}")
 
 
-def require_host(memory: KvMemory, way: str) -> None:
+def require_host(memory: KvMemory, transport: str) -> None:
     """Raise PeerLost unless the CPU can read and write `memory`."""
     if memory.device != "cpu":
-        raise PeerLost(f"{way} cannot move KV of device {memory.device}")
+        raise PeerLost(f"{transport} cannot move KV of device {memory.device}")
 
 
 def block_numbers(memory: KvMemory, blocks: Sequence[int] | Numbers) -> Numbers:

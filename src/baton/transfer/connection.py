@@ -10,14 +10,14 @@ from baton.transfer.wire import LINE, Beat, Frames, Message, encode
 MAX_UNSENT_BYTES = 8 << 20
 
 
-class Line(asyncio.Protocol):
+class RoomConnection(asyncio.Protocol):
     """Calls `on_message` for each message but beats, and `on_lost` once, unless it is closed from here before."""
 
-    def __init__(self, beat_s: float, silence_s: float, preamble: bytes = b"") -> None:
+    def __init__(self, heartbeat_s: float, peer_timeout_s: float, preamble: bytes = b"") -> None:
         self.on_message: Callable[[Message], None] = _ignore
         self.on_lost: Callable[[PeerLost], None] = _ignore
-        self._beat_s = beat_s
-        self._silence_s = silence_s
+        self._beat_s = heartbeat_s
+        self._silence_s = peer_timeout_s
         self._preamble = preamble
         self._loop = asyncio.get_running_loop()
         self._frames = Frames()
@@ -96,9 +96,9 @@ class Line(asyncio.Protocol):
             self._timer.cancel()
 
 
-def outgoing_line(beat_s: float, silence_s: float) -> Line:
+def outgoing_connection(heartbeat_s: float, peer_timeout_s: float) -> RoomConnection:
     """Return a line that says what it is when it is connected."""
-    return Line(beat_s, silence_s, LINE)
+    return RoomConnection(heartbeat_s, peer_timeout_s, LINE)
 
 
 def _ignore(_: object) -> None:

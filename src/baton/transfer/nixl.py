@@ -53,14 +53,14 @@ def available() -> bool:
     return any(find_spec(package) for package in PACKAGES)
 
 
-class NixlSource:
+class NixlServer:
     """Lets others read `memory`. Event-loop thread only."""
 
     name = "nixl"
 
-    def __init__(self, memory: KvMemory, start_s: float = 30.0) -> None:
+    def __init__(self, memory: KvMemory, start_timeout_s: float = 30.0) -> None:
         self._memory = memory
-        self._start_s = start_s
+        self._start_s = start_timeout_s
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-nixl")
         self._agent: Agent | None = None
         self._lock = asyncio.Lock()
@@ -82,20 +82,22 @@ class NixlSource:
             self._pool.shutdown(wait=False)
 
 
-class NixlReach:
+class NixlClient:
     """Reads the memory of others into `mine`. Event-loop thread only."""
 
     name = "nixl"
 
-    def __init__(self, mine: KvMemory, connect_s: float = 30.0, stall_s: float = 5.0, threads: int = 4) -> None:
+    def __init__(
+        self, mine: KvMemory, connect_timeout_s: float = 30.0, stall_timeout_s: float = 5.0, threads: int = 4
+    ) -> None:
         self._mine = mine
-        self._connect_s = connect_s
-        self._stall_s = stall_s
+        self._connect_s = connect_timeout_s
+        self._stall_s = stall_timeout_s
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-kv-nixl")
         self._agent: Agent | None = None
         self._lock = asyncio.Lock()
 
-    async def reach(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Path:
+    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Path:
         """Introduce the lender's agent to ours. Raises PeerLost."""
         require_sound(memory, memory.nbytes)
         require_alike(self._mine, memory)
@@ -103,7 +105,7 @@ class NixlReach:
             told = msgspec.convert(details, NixlDetails)
         except msgspec.MsgspecError as error:
             raise PeerLost(f"the lender does not say how NIXL reads it: {error}") from None
-        path = NixlPath(self, self._pool, self._mine, memory, told, self._connect_s, self._stall_s)
+        path = NixlChannel(self, self._pool, self._mine, memory, told, self._connect_s, self._stall_s)
         await path.meet()
         return path
 
@@ -124,26 +126,26 @@ class NixlReach:
             self._pool.shutdown(wait=False)
 
 
-class NixlPath:
+class NixlChannel:
     """One lender, as our agent knows it."""
 
     def __init__(
         self,
-        reach: NixlReach,
+        connect: NixlClient,
         pool: ThreadPoolExecutor,
         mine: KvMemory,
         theirs: KvMemory,
         told: NixlDetails,
-        connect_s: float,
-        stall_s: float,
+        connect_timeout_s: float,
+        stall_timeout_s: float,
     ) -> None:
-        self._reach = reach
+        self._reach = connect
         self._pool = pool
         self._mine = mine
         self._theirs = theirs
         self._told = told
-        self._connect_s = connect_s
-        self._stall_s = stall_s
+        self._connect_s = connect_timeout_s
+        self._stall_s = stall_timeout_s
         self._agent: Agent | None = None
         self._closed = False
 
@@ -160,8 +162,8 @@ class NixlPath:
         """Read, in a thread. Cancelled, it returns when the request that is on its way has ended.
 
         NIXL cannot end a request whose peer is stopped: released, it goes on in secret, and writes when the peer wakes
-        up. One that has not ended in `stall_s`, or `CANCEL_S` after a cancellation, therefore costs us the whole agent:
-        nothing can write once that is gone. Other reads of the same moment then fail with PeerLost, and the next one
+        up. One that has not ended in `stall_timeout_s`, or `CANCEL_S` after a cancellation, therefore costs us the
+        whole agent: nothing can write once that is gone. Other reads of the same moment then fail with PeerLost, and the next one
         starts a new agent. A lender that wakes up after this may end: over TCP, its UCX has been seen to abort then.
         """
         source, target = block_pairs(self._theirs, theirs, self._mine, mine)
@@ -249,7 +251,9 @@ class Agent:
             del self._peers[name]
             _quietly(lambda: self._native.invalidateRemoteMD(name))
 
-    def read(self, name: str, theirs: KvMemory, source: Spans, target: Spans, stall_s: float, stop: Stop) -> None:
+    def read(
+        self, name: str, theirs: KvMemory, source: Spans, target: Spans, stall_timeout_s: float, stop: Stop
+    ) -> None:
         """Read `source`, of a lender, into `target`. Raises PeerLost. On return nothing is written any more."""
         with self._changed:
             self._require_alive()
@@ -258,7 +262,7 @@ class Agent:
             for part in _requests(target.lengths):
                 remote = self._list(theirs, source, part)
                 local = self._list(self._memory, target, part)
-                self._request(name, local, remote, stall_s, stop)
+                self._request(name, local, remote, stall_timeout_s, stop)
                 if stop.is_set():
                     return
         finally:
@@ -274,7 +278,7 @@ class Agent:
             self.retired = True
             self._end_if_unused()
 
-    def _request(self, name: str, local: object, remote: object, stall_s: float, stop: Stop) -> None:
+    def _request(self, name: str, local: object, remote: object, stall_timeout_s: float, stop: Stop) -> None:
         """Make one request and see it to its end, or retire this agent."""
         try:
             handle = self._native.createXferReq(self._nixl.NIXL_READ, local, remote, name, b"", [])
@@ -282,7 +286,7 @@ class Agent:
             raise PeerLost(f"NIXL cannot read the lender: {error!r}") from error
         has_ended = False
         try:
-            deadline = time.monotonic() + stall_s
+            deadline = time.monotonic() + stall_timeout_s
             state = self._native.postXferReq(handle, b"")
             while state == self._nixl.NIXL_IN_PROG:
                 if stop.is_set():

@@ -69,7 +69,7 @@ class ShmDetails(msgspec.Struct, frozen=True):
     socket: str
 
 
-class ShmSource:
+class ShmServer:
     """Hands out the file that `memory` is a mapping of. Event-loop thread only."""
 
     name = "shm"
@@ -150,17 +150,17 @@ class ShmSource:
             os.close(descriptor)
 
 
-class ShmReach:
+class ShmClient:
     """Maps the caches of other processes of this host, and copies out of them into `mine`. Event-loop thread only."""
 
     name = "shm"
 
-    def __init__(self, mine: KvMemory, connect_s: float = 3.0, threads: int = 2) -> None:
+    def __init__(self, mine: KvMemory, connect_timeout_s: float = 3.0, threads: int = 2) -> None:
         self._mine = mine
-        self._connect_s = connect_s
+        self._connect_s = connect_timeout_s
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-kv-shm")
 
-    async def reach(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Path:
+    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Path:
         """Map the lender's cache. Raises PeerLost, at once where the lender is on another host."""
         for side in (self._mine, memory):
             require_host(side, self.name)
@@ -184,7 +184,7 @@ class ShmReach:
                 await _connect(connection, name)
                 connection.send(msgspec.msgpack.encode(Knock(room=ticket.room, secret=ticket.secret)))
                 await readable(connection.fileno(), None)
-            return ShmPath(self._pool, self._mine, memory, _mapped(connection, memory), connection)
+            return ShmChannel(self._pool, self._mine, memory, _mapped(connection, memory), connection)
         except BaseException:
             connection.close()
             raise
@@ -194,7 +194,7 @@ class ShmReach:
         self._pool.shutdown()
 
 
-class ShmPath:
+class ShmChannel:
     """One lender's cache, mapped for reading. The mapping ends when nothing refers to it any more, a copy included."""
 
     def __init__(

@@ -83,8 +83,8 @@ class Pump:
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, stall_s: float) -> None:
-        """Move everything. Raises PeerLost when the peer leaves, or when no byte moves for `stall_s`."""
+    async def run(self, stall_timeout_s: float) -> None:
+        """Move everything. Raises PeerLost when the peer leaves, or when no byte moves for `stall_timeout_s`."""
         self._turn()
         if self._done.done():
             return self._done.result()
@@ -92,7 +92,7 @@ class Pump:
         watch = self._loop.add_writer if is_sending else self._loop.add_reader
         unwatch = self._loop.remove_writer if is_sending else self._loop.remove_reader
         watch(self._descriptor, self._turn)
-        self._look(stall_s)
+        self._look(stall_timeout_s)
         try:
             return await self._done
         finally:
@@ -100,13 +100,13 @@ class Pump:
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _look(self, stall_s: float) -> None:
+    def _look(self, stall_timeout_s: float) -> None:
         """Give up if nothing has moved for too long, else look again when that could be."""
-        left_s = self._moved_at + stall_s - self._loop.time()
+        left_s = self._moved_at + stall_timeout_s - self._loop.time()
         if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._look, stall_s)
+            self._timer = self._loop.call_later(left_s, self._look, stall_timeout_s)
         elif not self._done.done():
-            self._done.set_exception(PeerLost(f"the other side has not moved a byte for {stall_s:g} s"))
+            self._done.set_exception(PeerLost(f"the other side has not moved a byte for {stall_timeout_s:g} s"))
 
     def _turn(self) -> None:
         if self._done.done():
@@ -144,38 +144,38 @@ class Pump:
 
 
 async def send_spans(
-    connection: socket.socket, stretches: Spans, stall_s: float, checksum: Checksum | None = None
+    connection: socket.socket, stretches: Spans, stall_timeout_s: float, checksum: Checksum | None = None
 ) -> None:
     """Send what lies at `stretches`, which must stay there until this ends. Raises PeerLost."""
-    await Pump(_libc.sendmsg, connection, stretches, checksum).run(stall_s)
+    await Pump(_libc.sendmsg, connection, stretches, checksum).run(stall_timeout_s)
 
 
 async def receive_spans(
-    connection: socket.socket, stretches: Spans, stall_s: float, checksum: Checksum | None = None
+    connection: socket.socket, stretches: Spans, stall_timeout_s: float, checksum: Checksum | None = None
 ) -> None:
     """Receive into `stretches`; nothing is written there once this has ended. Raises PeerLost."""
-    await Pump(_libc.recvmsg, connection, stretches, checksum).run(stall_s)
+    await Pump(_libc.recvmsg, connection, stretches, checksum).run(stall_timeout_s)
 
 
-async def send_bytes(connection: socket.socket, data: bytes, stall_s: float) -> None:
+async def send_bytes(connection: socket.socket, data: bytes, stall_timeout_s: float) -> None:
     held = np.frombuffer(data, np.uint8)
-    await send_spans(connection, whole(held), stall_s)
+    await send_spans(connection, whole(held), stall_timeout_s)
 
 
-async def receive_bytes(connection: socket.socket, size: int, stall_s: float) -> bytes:
-    data = await receive_some(connection, size, stall_s)
+async def receive_bytes(connection: socket.socket, size: int, stall_timeout_s: float) -> bytes:
+    data = await receive_some(connection, size, stall_timeout_s)
     while len(data) < size:
-        data += await receive_some(connection, size - len(data), stall_s)
+        data += await receive_some(connection, size - len(data), stall_timeout_s)
     return data
 
 
-async def receive_some(connection: socket.socket, most: int, stall_s: float | None) -> bytes:
-    """Return what there is: at least one byte, waiting for it at most `stall_s`. Raises PeerLost."""
+async def receive_some(connection: socket.socket, most: int, stall_timeout_s: float | None) -> bytes:
+    """Return what there is: at least one byte, waiting for it at most `stall_timeout_s`. Raises PeerLost."""
     while True:
         try:
             data = connection.recv(most)
         except (BlockingIOError, InterruptedError):
-            await readable(connection.fileno(), stall_s)
+            await readable(connection.fileno(), stall_timeout_s)
             continue
         except OSError as error:
             raise PeerLost(f"the connection to the other side broke: {error.strerror}") from None
@@ -184,8 +184,8 @@ async def receive_some(connection: socket.socket, most: int, stall_s: float | No
         return data
 
 
-async def readable(descriptor: int, stall_s: float | None) -> None:
-    """Wait until there is something to read, or the end, at most `stall_s`. Raises PeerLost."""
+async def readable(descriptor: int, stall_timeout_s: float | None) -> None:
+    """Wait until there is something to read, or the end, at most `stall_timeout_s`. Raises PeerLost."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[bool] = loop.create_future()
 
@@ -193,11 +193,11 @@ async def readable(descriptor: int, stall_s: float | None) -> None:
         if not ready.done():
             ready.set_result(is_readable)
 
-    timer = None if stall_s is None else loop.call_later(stall_s, tell, False)
+    timer = None if stall_timeout_s is None else loop.call_later(stall_timeout_s, tell, False)
     loop.add_reader(descriptor, tell, True)
     try:
         if not await ready:
-            raise PeerLost(f"the other side has not moved a byte for {stall_s:g} s")
+            raise PeerLost(f"the other side has not moved a byte for {stall_timeout_s:g} s")
     finally:
         loop.remove_reader(descriptor)
         if timer is not None:

@@ -70,16 +70,16 @@ class TcpDetails(msgspec.Struct, frozen=True):
     checksum: bool = False
 
 
-class TcpSource:
+class TcpServer:
     """Sends blocks of `memory` to who asks for them on connections that it is given. Event-loop thread only."""
 
     name = "tcp"
 
-    def __init__(self, memory: KvMemory, check: Check, checksum: bool = False, stall_s: float = 5.0) -> None:
+    def __init__(self, memory: KvMemory, check: Check, checksum: bool = False, stall_timeout_s: float = 5.0) -> None:
         self._memory = memory
         self._check = check
         self._checksum = checksum
-        self._stall_s = stall_s
+        self._stall_s = stall_timeout_s
         self._serving: dict[socket.socket, asyncio.Future[None]] = {}
         self._closed = False
 
@@ -160,18 +160,20 @@ class TcpSource:
         return spans(self._memory, block_numbers(self._memory, blocks))
 
 
-class TcpReach:
+class TcpClient:
     """Fetches KV from lenders wherever they are. Event-loop thread only."""
 
     name = "tcp"
 
-    def __init__(self, mine: KvMemory, checksum: bool = False, connect_s: float = 3.0, stall_s: float = 5.0) -> None:
+    def __init__(
+        self, mine: KvMemory, checksum: bool = False, connect_timeout_s: float = 3.0, stall_timeout_s: float = 5.0
+    ) -> None:
         self._mine = mine
         self._checksum = checksum
-        self._connect_s = connect_s
-        self._stall_s = stall_s
+        self._connect_s = connect_timeout_s
+        self._stall_s = stall_timeout_s
 
-    async def reach(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Path:
+    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Path:
         """Connect to where the ticket says, and prove its secret. Raises PeerLost."""
         require_host(self._mine, self.name)
         require_sound(memory, memory.nbytes)
@@ -180,7 +182,7 @@ class TcpReach:
             wanted = msgspec.convert(details, TcpDetails).checksum
         except msgspec.MsgspecError as error:
             raise PeerLost(f"the lender says something else than how to fetch: {error}") from None
-        path = TcpPath(self._mine, memory, self._checksum or wanted, self._connect_s, self._stall_s)
+        path = TcpChannel(self._mine, memory, self._checksum or wanted, self._connect_s, self._stall_s)
         await path.fetch(ticket, (), ())
         return path
 
@@ -188,15 +190,17 @@ class TcpReach:
         """Nothing is held but by paths."""
 
 
-class TcpPath:
+class TcpChannel:
     """A connection to one lender, made anew after a fetch that failed. Fetches wait for each other."""
 
-    def __init__(self, mine: KvMemory, theirs: KvMemory, checksum: bool, connect_s: float, stall_s: float) -> None:
+    def __init__(
+        self, mine: KvMemory, theirs: KvMemory, checksum: bool, connect_timeout_s: float, stall_timeout_s: float
+    ) -> None:
         self._mine = mine
         self._theirs = theirs
         self._checksum = checksum
-        self._connect_s = connect_s
-        self._stall_s = stall_s
+        self._connect_s = connect_timeout_s
+        self._stall_s = stall_timeout_s
         self._lock = asyncio.Lock()
         self._connection: socket.socket | None = None
         self._closed = False

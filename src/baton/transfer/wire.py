@@ -46,9 +46,9 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     """The room is yours. `lender` is the name of this run of the lender's process."""
 
-    lender: str
+    producer: str
     memory: KvMemory | None
-    ways: tuple[str, ...]
+    transports: tuple[str, ...]
     prompt_tokens: int
     meeting: tuple[str, int] | None = None
 
@@ -56,13 +56,13 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
 class Open(msgspec.Struct, frozen=True, tag="open"):
     """How can your memory be read that way?"""
 
-    way: str
+    transport: str
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
     """Like this; or not at all, and why."""
 
-    way: str
+    transport: str
     details: dict[str, object] | None = None
     problem: str = ""
 

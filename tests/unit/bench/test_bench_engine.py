@@ -225,9 +225,9 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def run_with(path: Path, deadline_s: float) -> Run:
+def run_with(path: Path, request_timeout_s: float) -> Run:
     try:
-        measured, failure = ask(Path(sys.executable), spec_of(), deadline_s, path), ""
+        measured, failure = ask(Path(sys.executable), spec_of(), request_timeout_s, path), ""
     except EngineRunFailed as error:
         measured, failure = None, str(error)
     return Run(engine="fake", round=0, measured=measured, failure=failure)

@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 from baton.cli.ctl import ctl
 from baton.control.http.route_table import ROUTES
 from baton.protocol.commands import (
+    Command,
     FromDisk,
     Outcome,
     Pause,
@@ -16,7 +17,6 @@ from baton.protocol.commands import (
     SetWeightVersion,
     StartProfile,
     UpdateWeights,
-    Verb,
 )
 from baton.testing import run_bounded
 from tests.unit.control.operated import DONE, House, living
@@ -28,12 +28,12 @@ async def run(*words: str, **variables: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, ctl, words, env=variables)
 
 
-def sent(house: House) -> Verb:
+def sent(house: House) -> Command:
     return house.engine.verbs[-1]
 
 
 @pytest.mark.parametrize(
-    ("words", "verb"),
+    ("words", "command"),
     [
         (("memory/release", "--tags", "kv_cache,weights"), ReleaseMemory(tags=("kv_cache", "weights"))),
         (("memory/release", "--tags=weights"), ReleaseMemory(tags=("weights",))),
@@ -48,12 +48,12 @@ def sent(house: House) -> Verb:
         (("profile/start", "--directory", "/p", "--steps", "5"), StartProfile(directory="/p", steps=5)),
     ],
 )
-def test_words_become_the_verb(words: tuple[str, ...], verb: Verb) -> None:
+def test_words_become_the_verb(words: tuple[str, ...], command: Command) -> None:
     async def main() -> None:
         async with living(*[DONE] * 2) as house:
             result = await run(str(house.server.port), *words)
             assert result.exit_code == 0, result.output
-            assert sent(house) == verb
+            assert sent(house) == command
 
     run_bounded(main())
 
@@ -67,7 +67,7 @@ def test_replies_are_readable_and_can_be_had_raw() -> None:
             status = (await run(port, "status")).stdout
             assert "weight_version: initial" in status
             assert "released: none" in status
-            assert "listed: yes" in status
+            assert "registered: yes" in status
             assert "  pause_modes: abort, keep, retract" in status
             assert json.loads((await run(port, "status", "--json")).stdout)["paused"] is False
             assert (await run(port, "weights/version")).stdout.startswith("the weights are called initial")

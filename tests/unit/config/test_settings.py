@@ -76,8 +76,8 @@ def test_an_unknown_variable_is_refused_by_name() -> None:
         ({"port": -1}, "port"),
         ({"workers": 0}, "workers"),
         ({"router": "fastest"}, "router"),
-        ({"deadline_s": 0}, "deadline_s"),
-        ({"drain_s": -1}, "drain_s"),
+        ({"request_timeout_s": 0}, "request_timeout_s"),
+        ({"drain_timeout_s": -1}, "drain_timeout_s"),
         ({"namespace": "No Spaces"}, "namespace"),
         ({"echo.pace_ms": -1}, "echo.pace_ms"),
         ({"runtime.discovery": "dns"}, "runtime.discovery"),
@@ -124,8 +124,8 @@ SETTINGS = st.builds(
     port=st.integers(0, 65535),
     name=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
     log_dir=st.sampled_from(["", "-", "~/logs", "/tmp/a b", "null", "1", "true"]),
-    deadline_s=st.floats(1e-9, 1e9),
-    flush_ms=st.floats(0, 1000),
+    request_timeout_s=st.floats(1e-9, 1e9),
+    flush_interval_ms=st.floats(0, 1000),
     migrations=st.integers(0, 100),
     echo=st.builds(
         msgspec.structs.replace,
@@ -179,7 +179,7 @@ def test_prefill_and_decode_go_together() -> None:
 
 @pytest.mark.parametrize("flags", [{"prefill": 1, "decode": 1}, {"role": "prefill"}, {"role": "decode"}])
 def test_prefill_and_decode_take_tokens_only(flags: dict[str, object]) -> None:
-    assert "--accepts text" in refusal({**flags, "accepts": "text"}, {}, None)
+    assert "--model-input text" in refusal({**flags, "model_input": "text"}, {}, None)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class House:
         self.ready = asyncio.Event()
         given = msgspec.structs.replace(Settings(engine="echo"), **settings)
         self.server = SystemServer(
-            "127.0.0.1", given.system_port, takes_orders=given.takes_orders, token=control_token(given)
+            "127.0.0.1", given.system_port, accepts_commands=given.accepts_commands, token=control_token(given)
         )
         self.server.subject = self.worker = Worker(given, engine, self.runtime)
         self.running: asyncio.Task[None] = asyncio.create_task(self.worker.run(self.stop, self.ready.set))
@@ -104,7 +104,7 @@ class House:
 
     def serves(self) -> bool:
         """Whether requests come here."""
-        return self.endpoint.listed and self.worker.health().ready
+        return self.endpoint.registered and self.worker.health().ready
 
 
 @asynccontextmanager

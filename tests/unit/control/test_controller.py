@@ -8,6 +8,7 @@ import pytest
 from baton.errors import BatonError, EngineDead, EngineFailed, EngineStalled, InvalidRequest, PeerLost, Unsupported
 from baton.ports.engine import Capabilities
 from baton.protocol.commands import (
+    Command,
     Continue,
     Outcome,
     Pause,
@@ -15,7 +16,6 @@ from baton.protocol.commands import (
     ResumeMemory,
     SetWeightVersion,
     UpdateWeights,
-    Verb,
 )
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.testing import ScriptedEngine, eventually, run_bounded
@@ -98,7 +98,7 @@ def test_a_request_that_was_on_its_way_to_a_paused_worker_is_told_to_go_elsewher
     async def main() -> None:
         async with living(DONE) as house:
             await house.ok("pause")
-            house.endpoint.listed = True  # a frontend that has not heard of it yet
+            house.endpoint.registered = True  # a frontend that has not heard of it yet
             with pytest.raises(BatonError) as refusal:
                 await house.call()
             assert (refusal.value.code, refusal.value.retryable) == ("paused", True)
@@ -130,7 +130,7 @@ def test_a_drain_that_takes_too_long_changes_nothing_and_says_how_many_still_run
     stuck: Script = [TokenDelta([1])]
 
     async def main() -> None:
-        async with living(scripts=(WELL, stuck), drain_s=0.01) as house:
+        async with living(scripts=(WELL, stuck), drain_timeout_s=0.01) as house:
             calls = [asyncio.create_task(house.call()) for _ in range(2)]
             await eventually(lambda: house.worker.gate.in_flight == 2)
             message = await house.refused("pause", {"mode": "drain", "timeout_s": 0.1}, 409, "conflict")
@@ -148,7 +148,7 @@ def test_requests_that_an_earlier_pause_keeps_cannot_be_waited_for() -> None:
     stuck: Script = [TokenDelta([1])]
 
     async def main() -> None:
-        async with living(DONE, scripts=(WELL, stuck), drain_s=0.01) as house:
+        async with living(DONE, scripts=(WELL, stuck), drain_timeout_s=0.01) as house:
             call = asyncio.create_task(house.call())
             await eventually(lambda: house.worker.gate.in_flight == 1)
             await house.ok("pause")
@@ -168,7 +168,7 @@ def test_a_drain_ends_with_the_worker() -> None:
             call = asyncio.create_task(house.call())
             await eventually(lambda: house.worker.gate.in_flight == 1)
             order = asyncio.create_task(house.refused("pause", {"mode": "drain"}, 503, "draining"))
-            await eventually(lambda: not house.endpoint.listed)
+            await eventually(lambda: not house.endpoint.registered)
             house.stop.set()
             await order
             assert await call
@@ -195,7 +195,7 @@ def test_d13_staged_resume_comes_back_only_with_the_last_tag() -> None:
             await house.ok("memory/release", BOTH)
             assert (await house.ok("memory/resume", {"tags": ["weights"]}))["released"] == ["kv_cache"]
             assert not house.serves()
-            assert not any(isinstance(verb, Continue) for verb in house.engine.verbs)
+            assert not any(isinstance(command, Continue) for command in house.engine.verbs)
             assert (await house.ok("memory/resume", {"tags": ["kv_cache"]}))["released"] == []
             assert house.serves()
             assert house.engine.verbs == [
@@ -218,7 +218,7 @@ def test_a_worker_comes_back_only_when_all_is_resumed_and_nothing_is_paused() ->
             await house.ok("memory/resume", {"tags": ["weights"]})
             outcome = await house.ok("continue")
             assert "kv_cache" in outcome["message"]
-            assert not any(isinstance(verb, Continue) for verb in house.engine.verbs)
+            assert not any(isinstance(command, Continue) for command in house.engine.verbs)
             assert not house.serves()
             await house.ok("memory/resume", {"tags": ["kv_cache"]})
             assert house.serves()
@@ -263,7 +263,7 @@ def test_d13_failed_release_leaves_the_worker_serving(problem: Exception) -> Non
         async with living(DONE, problem, DONE) as house:
             await house.refused("memory/release", BOTH, status, code)
             assert house.serves()
-            assert [type(verb) for verb in house.engine.verbs] == [Pause, ReleaseMemory, Continue]
+            assert [type(command) for command in house.engine.verbs] == [Pause, ReleaseMemory, Continue]
             stands = await house.status()
             assert (stands["paused"], stands["released"]) == (False, [])
             assert await house.call()
@@ -335,7 +335,7 @@ def test_an_engine_that_cannot_hold_requests_gives_memory_back_when_they_have_fi
             call = asyncio.create_task(house.call())
             await eventually(lambda: house.worker.gate.in_flight == 1)
             order = asyncio.create_task(house.ok("memory/release", {"tags": ["weights"]}))
-            await eventually(lambda: not house.endpoint.listed)
+            await eventually(lambda: not house.endpoint.registered)
             assert house.engine.verbs == []
             finish.set()
             await order
@@ -416,16 +416,16 @@ def test_orders_are_carried_out_one_at_a_time_and_status_answers_meanwhile() -> 
     async def main() -> None:
         first = asyncio.Event()
         async with living(first, DONE, Outcome(message="second")) as house:
-            orders = [asyncio.create_task(house.ok("weights/update", FROM_DISK))]
+            controller = [asyncio.create_task(house.ok("weights/update", FROM_DISK))]
             await eventually(lambda: len(house.engine.verbs) == 1)
-            orders.append(asyncio.create_task(house.ok("cache/clear")))
+            controller.append(asyncio.create_task(house.ok("cache/clear")))
             await asyncio.sleep(0.02)
             assert len(house.engine.verbs) == 1
-            assert (await house.status())["doing"] == "update_weights"
+            assert (await house.status())["command"] == "update_weights"
             first.set()
-            assert [reply["message"] for reply in await asyncio.gather(*orders)] == ["done", "second"]
+            assert [reply["message"] for reply in await asyncio.gather(*controller)] == ["done", "second"]
             status = await house.status()
-            assert (status["doing"], status["weight_version"]) == (None, "2")
+            assert (status["command"], status["weight_version"]) == (None, "2")
 
     run_bounded(main())
 
@@ -435,7 +435,13 @@ def test_an_idle_worker_is_neither_probed_nor_thought_stuck() -> None:
 
     async def main() -> None:
         async with living(
-            DONE, DONE, scripts=(WELL, stuck, WELL), canary_s=0.02, canary_timeout_s=0.02, stall_s=0.1, drain_s=0.01
+            DONE,
+            DONE,
+            scripts=(WELL, stuck, WELL),
+            canary_interval_s=0.02,
+            canary_timeout_s=0.02,
+            stall_timeout_s=0.1,
+            drain_timeout_s=0.01,
         ) as house:
             async with asyncio.timeout(5):
                 await house.ok("pause")
@@ -453,7 +459,7 @@ def test_an_idle_worker_is_neither_probed_nor_thought_stuck() -> None:
 def test_an_engine_that_is_busy_with_an_order_is_not_probed() -> None:
     async def main() -> None:
         order = asyncio.Event()
-        async with living(order, DONE, canary_s=0.01, canary_timeout_s=0.01, stall_s=0.05) as house:
+        async with living(order, DONE, canary_interval_s=0.01, canary_timeout_s=0.01, stall_timeout_s=0.05) as house:
             doing = asyncio.create_task(house.ok("weights/update", FROM_DISK))
             await eventually(lambda: bool(house.engine.verbs))
             await asyncio.sleep(0.02)
@@ -475,7 +481,7 @@ def test_an_engine_that_is_stuck_or_dead_at_an_order_ends_the_worker(
     problem: asyncio.Event | EngineDead, error: type[BatonError], words: str
 ) -> None:
     async def main() -> None:
-        house = House(ScriptedEngine(WELL, capabilities=EVERYTHING, control=[problem]), control_s=0.05)
+        house = House(ScriptedEngine(WELL, capabilities=EVERYTHING, control=[problem]), command_timeout_s=0.05)
         await house.server.start()
         await house.ready.wait()
         assert words in await house.refused("pause", None, 503, error.code)
@@ -495,7 +501,7 @@ def test_orders_during_the_shutdown_are_refused() -> None:
             call = asyncio.create_task(house.call())
             await eventually(lambda: house.worker.gate.in_flight == 1)
             house.stop.set()
-            await eventually(lambda: not house.endpoint.listed)
+            await eventually(lambda: not house.endpoint.registered)
             await house.refused("pause", None, 503, "draining")
             assert await call
         assert house.engine.verbs == []
@@ -506,7 +512,7 @@ def test_orders_during_the_shutdown_are_refused() -> None:
 def test_an_order_that_ends_during_the_shutdown_does_not_bring_the_worker_back() -> None:
     async def main() -> None:
         last = asyncio.Event()
-        async with living(DONE, last, DONE, drain_s=0.01) as house:
+        async with living(DONE, last, DONE, drain_timeout_s=0.01) as house:
             await house.ok("pause")
             order = asyncio.create_task(house.order("continue"))
             await eventually(lambda: len(house.engine.verbs) == 2)
@@ -520,7 +526,7 @@ def test_an_order_that_ends_during_the_shutdown_does_not_bring_the_worker_back()
 
 
 def test_verbs_reach_the_engine_as_they_were_asked_for() -> None:
-    expected: list[Verb] = [Pause(mode="abort"), Pause(mode="keep"), ReleaseMemory(tags=("weights",))]
+    expected: list[Command] = [Pause(mode="abort"), Pause(mode="keep"), ReleaseMemory(tags=("weights",))]
 
     async def main() -> None:
         async with living(*[DONE] * 4) as house:
@@ -528,6 +534,6 @@ def test_verbs_reach_the_engine_as_they_were_asked_for() -> None:
             await house.ok("memory/release", {"tags": ["weights"]})
             assert house.engine.verbs == expected
             await house.ok("weights/version", {"version": "v"})
-            assert not any(isinstance(verb, UpdateWeights) for verb in house.engine.verbs)
+            assert not any(isinstance(command, UpdateWeights) for command in house.engine.verbs)
 
     run_bounded(main())

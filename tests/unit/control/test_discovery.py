@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from baton.control.discovery import Absence, Presence
+from baton.control.discovery import DeregisterReason, DiscoveryRegistration
 from baton.errors import EngineDead, PeerLost
 from baton.ports.runtime import ModelCard
 from baton.testing import run_bounded
 
-ILL, ORDERED = Absence.ILL, Absence.ORDERED
+UNHEALTHY, COMMANDED = DeregisterReason.UNHEALTHY, DeregisterReason.COMMANDED
 
 
 class Register:
@@ -19,21 +19,21 @@ class Register:
     in_flight = 0
 
     def __init__(self) -> None:
-        self.listed = True
+        self.registered = True
         self.shut = False
         self.calls: list[str] = []
         self.trouble: dict[str, Exception | float] = {}
 
-    async def advertise(self, card: ModelCard) -> None:
+    async def register_model(self, card: ModelCard) -> None:
         raise NotImplementedError
 
-    async def withdraw(self) -> None:
+    async def deregister(self) -> None:
         await self._call("withdraw")
-        self.listed = False
+        self.registered = False
 
-    async def restore(self) -> None:
+    async def register(self) -> None:
         await self._call("restore")
-        self.listed = True
+        self.registered = True
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -53,18 +53,18 @@ class Register:
         return True
 
 
-def presence_of(register: Register) -> Presence:
-    return Presence(register, register, limit_s=0.05)
+def presence_of(register: Register) -> DiscoveryRegistration:
+    return DiscoveryRegistration(register, register, limit_s=0.05)
 
 
 def test_an_ordered_absence_leaves_discovery_and_shuts_the_door() -> None:
     async def body() -> None:
         register = Register()
-        presence = presence_of(register)
-        await presence.leave(ORDERED)
-        assert (register.listed, register.shut, presence.listed) == (False, True, False)
-        await presence.come_back(ORDERED)
-        assert (register.listed, register.shut, presence.listed) == (True, False, True)
+        registration = presence_of(register)
+        await registration.deregister(COMMANDED)
+        assert (register.registered, register.shut, registration.registered) == (False, True, False)
+        await registration.register(COMMANDED)
+        assert (register.registered, register.shut, registration.registered) == (True, False, True)
 
     run_bounded(body())
 
@@ -72,27 +72,27 @@ def test_an_ordered_absence_leaves_discovery_and_shuts_the_door() -> None:
 def test_an_illness_leaves_the_door_open() -> None:
     async def body() -> None:
         register = Register()
-        presence = presence_of(register)
-        await presence.leave(ILL)
-        assert (register.listed, register.shut, presence.listed) == (False, False, False)
+        registration = presence_of(register)
+        await registration.deregister(UNHEALTHY)
+        assert (register.registered, register.shut, registration.registered) == (False, False, False)
 
     run_bounded(body())
 
 
-@pytest.mark.parametrize("first", [ILL, ORDERED])
-def test_a_worker_comes_back_when_the_last_reason_is_gone(first: Absence) -> None:
+@pytest.mark.parametrize("first", [UNHEALTHY, COMMANDED])
+def test_a_worker_comes_back_when_the_last_reason_is_gone(first: DeregisterReason) -> None:
     async def body() -> None:
         register = Register()
-        presence = presence_of(register)
-        second = ORDERED if first is ILL else ILL
+        registration = presence_of(register)
+        second = COMMANDED if first is UNHEALTHY else UNHEALTHY
         for reason in (first, second, first):
-            await presence.leave(reason)
-        await presence.come_back(first)
-        assert not register.listed
-        await presence.come_back(first)
-        assert not register.listed
-        await presence.come_back(second)
-        assert register.listed
+            await registration.deregister(reason)
+        await registration.register(first)
+        assert not register.registered
+        await registration.register(first)
+        assert not register.registered
+        await registration.register(second)
+        assert register.registered
         assert register.calls == ["withdraw", "restore"]
 
     run_bounded(body())
@@ -103,10 +103,10 @@ def test_a_worker_that_cannot_leave_is_as_it_was(trouble: Exception | float) -> 
     async def body() -> None:
         register = Register()
         register.trouble["withdraw"] = trouble
-        presence = presence_of(register)
+        registration = presence_of(register)
         with pytest.raises(PeerLost, match="nothing was done"):
-            await presence.leave(ORDERED)
-        assert (register.listed, register.shut, presence.listed) == (True, False, True)
+            await registration.deregister(COMMANDED)
+        assert (register.registered, register.shut, registration.registered) == (True, False, True)
 
     run_bounded(body())
 
@@ -114,11 +114,11 @@ def test_a_worker_that_cannot_leave_is_as_it_was(trouble: Exception | float) -> 
 def test_a_worker_that_cannot_come_back_is_of_no_use() -> None:
     async def body() -> None:
         register = Register()
-        presence = presence_of(register)
-        await presence.leave(ORDERED)
+        registration = presence_of(register)
+        await registration.deregister(COMMANDED)
         register.trouble["restore"] = RuntimeError("no etcd")
         with pytest.raises(EngineDead, match="come back into discovery"):
-            await presence.come_back(ORDERED)
+            await registration.register(COMMANDED)
 
     run_bounded(body())
 
@@ -126,11 +126,11 @@ def test_a_worker_that_cannot_come_back_is_of_no_use() -> None:
 def test_nothing_brings_a_worker_back_that_has_left_for_good() -> None:
     async def body() -> None:
         register = Register()
-        presence = presence_of(register)
-        await presence.leave(ORDERED)
-        await presence.aclose()
-        await presence.come_back(ORDERED)
-        assert not register.listed
+        registration = presence_of(register)
+        await registration.deregister(COMMANDED)
+        await registration.aclose()
+        await registration.register(COMMANDED)
+        assert not register.registered
         assert "restore" not in register.calls
 
     run_bounded(body())
@@ -139,14 +139,14 @@ def test_nothing_brings_a_worker_back_that_has_left_for_good() -> None:
 def test_leaving_for_good_waits_for_a_return_on_its_way() -> None:
     async def body() -> None:
         register = Register()
-        presence = presence_of(register)
-        await presence.leave(ORDERED)
+        registration = presence_of(register)
+        await registration.deregister(COMMANDED)
         register.trouble["restore"] = 0.01
-        assert not presence.listed
-        back = asyncio.create_task(presence.come_back(ORDERED))
+        assert not registration.registered
+        back = asyncio.create_task(registration.register(COMMANDED))
         await asyncio.sleep(0)
-        await presence.aclose()
+        await registration.aclose()
         await back
-        assert not register.listed
+        assert not register.registered
 
     run_bounded(body())

@@ -11,7 +11,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from baton.errors import BatonError
 from baton.ports.engine import Capabilities, EmbedWork, EngineInfo
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.testing import ScriptedEngine
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "far", "away", "from", "home"]
@@ -52,7 +52,7 @@ class CountingEngine(ScriptedEngine):
                 raise
         return [array("f", [len(tokens), sum(tokens), 0, 0]) for tokens in work.inputs]
 
-    async def control(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         raise NotImplementedError
 
 

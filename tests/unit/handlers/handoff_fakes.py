@@ -8,14 +8,14 @@ import msgspec
 from baton.errors import BatonError
 from baton.handlers.decode import DecodeHandler
 from baton.handlers.prefill import PrefillHandler
-from baton.handlers.probe import TrialHandler
+from baton.handlers.probe import ProbeHandler
 from baton.ports.engine import EngineInfo
 from baton.ports.transfer import KvMemory, KvShape
 from baton.protocol.handoff import Ticket
 from baton.protocol.lifecycle import State
 from baton.protocol.outputs import KvComputed, KvWanted
 from baton.request.gate import Gate
-from baton.request.tracker import Desk, Limits
+from baton.request.tracker import RequestLimits, RequestTracker
 from baton.testing import RecordingObserver, ScriptedEngine
 from baton.testing.fakes import SCRIPTED_INFO
 from baton.testing.memory_runtime import MemoryContext
@@ -55,8 +55,8 @@ class FakeLease:
         await asyncio.shield(self.end)
 
 
-class FakeLender:
-    """A Lender that remembers."""
+class FakeProducer:
+    """A Producer that remembers."""
 
     address = ("127.0.0.1", 4000)
 
@@ -80,7 +80,7 @@ class FakeLender:
 
 
 class FakeLoan:
-    """A Loan that remembers."""
+    """A Claim that remembers."""
 
     def __init__(self, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> None:
         self.on_arrived = on_arrived
@@ -114,15 +114,15 @@ class FakeLoan:
         self.closed += 1
 
 
-class FakeBorrower:
-    """A Borrower that remembers."""
+class FakeConsumer:
+    """A Consumer that remembers."""
 
     def __init__(self) -> None:
         self.tickets: list[Ticket] = []
         self.loans: list[FakeLoan] = []
         self.declined: list[Ticket] = []
 
-    def borrow(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> FakeLoan:
+    def claim(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> FakeLoan:
         self.tickets.append(ticket)
         self.loans.append(FakeLoan(on_arrived, on_lost))
         return self.loans[-1]
@@ -137,30 +137,30 @@ class Bench:
     def __init__(
         self,
         engine: ScriptedEngine,
-        lender: FakeLender | None = None,
-        deadline_s: float = 60.0,
+        producer: FakeProducer | None = None,
+        request_timeout_s: float = 60.0,
         room: int = 8,
         info: EngineInfo = SHOWS_KV,
     ) -> None:
         self.engine = engine
         self.gate = Gate(room)
         self.observer = RecordingObserver()
-        self.lender = lender or FakeLender()
-        self.borrower = FakeBorrower()
+        self.producer = producer or FakeProducer()
+        self.consumer = FakeConsumer()
         self.context = MemoryContext()
-        limits = Limits(flush_s=0.0, deadline_s=deadline_s, abort_s=0.2)
-        desk = Desk(self.gate, limits, self.observer, "role", lambda error: None)
-        self.prefill = PrefillHandler(engine, info, desk, self.lender)
-        self.decode = DecodeHandler(engine, info, desk, self.borrower)
-        self.trial = TrialHandler(engine, info, desk)
+        limits = RequestLimits(flush_interval_s=0.0, request_timeout_s=request_timeout_s, abort_timeout_s=0.2)
+        tracker = RequestTracker(self.gate, limits, self.observer, "role", lambda error: None)
+        self.prefill = PrefillHandler(engine, info, tracker, self.producer)
+        self.decode = DecodeHandler(engine, info, tracker, self.consumer)
+        self.trial = ProbeHandler(engine, info, tracker)
 
     @property
     def lease(self) -> FakeLease:
-        return self.lender.leases[0]
+        return self.producer.leases[0]
 
     @property
-    def loan(self) -> FakeLoan:
-        return self.borrower.loans[0]
+    def claim(self) -> FakeLoan:
+        return self.consumer.loans[0]
 
     def ended(self) -> State:
         [record] = self.observer.records

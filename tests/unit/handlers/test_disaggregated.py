@@ -20,14 +20,14 @@ from baton.errors import (
 from baton.handlers.tickets import new_ticket, params_of, ticket_of
 from baton.ports.engine import Capabilities
 from baton.protocol.codec import decode_request
-from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Produce, Ticket, Trial
+from baton.protocol.handoff import Bootstrap, Consume, LocalProbe, PrefillResult, Produce, Ticket
 from baton.protocol.lifecycle import State
 from baton.protocol.outputs import Chunk, Finished, FinishReason, KvComputed, KvWanted, TokenDelta, Usage
 from baton.protocol.requests import GenerateRequest, Sampling, StopConditions
 from baton.testing import ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import Script
 from baton.testing.memory_runtime import MemoryContext
-from tests.unit.handlers.handoff_fakes import Bench, FakeLender
+from tests.unit.handlers.handoff_fakes import Bench, FakeProducer
 
 BOOTSTRAP = Bootstrap(host="127.0.0.1", port=4000, room=0, handoff_id=bytes(range(16)))
 TICKET = Ticket(host="127.0.0.1", port=4000, room=0, secret=bytes(range(16)))
@@ -59,11 +59,11 @@ def test_early_prefill_opens_the_room_after_submitting_and_ends_when_it_is_empty
     async def body() -> None:
         bench = Bench(ScriptedEngine(PREFILL))
         submitted_first: list[bool] = []
-        bench.lender.before_lend = lambda: submitted_first.append(len(bench.engine.submitted) == 1)
+        bench.producer.before_lend = lambda: submitted_first.append(len(bench.engine.submitted) == 1)
         reading = asyncio.create_task(collect(bench.prefill.generate(request(sampling=Sampling(n=1)), bench.context)))
-        await settle(lambda: bench.lender.leases and bench.lease.told and bench.lease.told[-1].complete)
+        await settle(lambda: bench.producer.leases and bench.lease.told and bench.lease.told[-1].complete)
         assert submitted_first == [True]
-        assert bench.lender.lent == [(TICKET, 3)]
+        assert bench.producer.lent == [(TICKET, 3)]
         assert [output.blocks for output in bench.lease.told] == [(4,), (5, 6)]
         await asyncio.sleep(0.05)
         assert bench.engine.aborted == [], "what is lent stays"
@@ -86,13 +86,13 @@ def test_a_decode_worker_that_does_not_want_it_ends_the_prefill_without_an_error
     async def body() -> None:
         bench = Bench(ScriptedEngine(PREFILL if computed else PREFILL[:2]))
         reading = asyncio.create_task(collect(bench.prefill.generate(request(), bench.context)))
-        await settle(lambda: bench.lender.leases and len(bench.lease.told) == 1 + computed)
+        await settle(lambda: bench.producer.leases and len(bench.lease.told) == 1 + computed)
         bench.lease.lose(Cancelled("not wanted"))
         chunks = await reading
         assert chunks[-1].finish_reason is FinishReason.LENGTH
         assert bench.freed()
         assert bench.ended() is State.CANCELLED
-        assert bench.lender.refused == []
+        assert bench.producer.refused == []
 
     run_bounded(body())
 
@@ -102,7 +102,7 @@ def test_a_lease_that_is_lost_ends_the_prefill_and_leaves_the_failing_to_the_dec
     async def body() -> None:
         bench = Bench(ScriptedEngine(PREFILL))
         reading = asyncio.create_task(collect(bench.prefill.generate(request(), bench.context)))
-        await settle(lambda: bench.lender.leases and len(bench.lease.told) == 2)
+        await settle(lambda: bench.producer.leases and len(bench.lease.told) == 2)
         bench.lease.lose(error)
         assert (await reading)[-1].finish_reason is FinishReason.LENGTH
         assert bench.freed()
@@ -121,10 +121,10 @@ def test_whatever_ends_a_prefill_the_lease_is_told_and_the_engine_freed(phase: s
         if why == "engine" and failing is None:
             return
         engine = ScriptedEngine(failing if why == "engine" and failing else script)
-        bench = Bench(engine, deadline_s=0.1 if why == "deadline" else 60.0)
+        bench = Bench(engine, request_timeout_s=0.1 if why == "deadline" else 60.0)
         reading = asyncio.create_task(collect(bench.prefill.generate(request(), bench.context)))
         told = {"queued": 0, "computing": 1, "lent": 2}[phase]
-        await settle(lambda: bench.lender.leases and len(bench.lease.told) >= told)
+        await settle(lambda: bench.producer.leases and len(bench.lease.told) >= told)
         if why == "client":
             bench.context.cancel()
         elif why == "shutdown":
@@ -154,17 +154,17 @@ def test_who_waits_for_a_prefill_that_is_refused_is_told() -> None:
     async def body() -> None:
         full = Bench(ScriptedEngine(PREFILL), room=1)
         holder = asyncio.create_task(collect(full.prefill.generate(request(), full.context)))
-        await settle(lambda: full.lender.leases)
+        await settle(lambda: full.producer.leases)
         with pytest.raises(Overloaded):
             await collect(full.prefill.generate(request(), MemoryContext()))
-        assert [(ticket, type(error)) for ticket, error in full.lender.refused] == [(TICKET, Overloaded)]
+        assert [(ticket, type(error)) for ticket, error in full.producer.refused] == [(TICKET, Overloaded)]
         full.lease.end.set_result(None)
         await holder
         impossible = Bench(ScriptedEngine(InvalidRequest("too long")))
         with pytest.raises(InvalidRequest):
             await collect(impossible.prefill.generate(request(), impossible.context))
-        assert [type(error) for _, error in impossible.lender.refused] == [InvalidRequest]
-        used = Bench(ScriptedEngine(PREFILL), FakeLender(InvalidRequest("in use")))
+        assert [type(error) for _, error in impossible.producer.refused] == [InvalidRequest]
+        used = Bench(ScriptedEngine(PREFILL), FakeProducer(InvalidRequest("in use")))
         with pytest.raises(InvalidRequest):
             await collect(used.prefill.generate(request(), used.context))
         assert used.freed()
@@ -174,7 +174,7 @@ def test_who_waits_for_a_prefill_that_is_refused_is_told() -> None:
 
 def test_a_decode_worker_that_left_before_the_room_was_there_fails_nothing() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(PREFILL), FakeLender(Cancelled("it has left")))
+        bench = Bench(ScriptedEngine(PREFILL), FakeProducer(Cancelled("it has left")))
         [chunk] = await collect(bench.prefill.generate(request(), bench.context))
         assert chunk.disaggregated_params == {}
         assert chunk.finish_reason is FinishReason.LENGTH
@@ -202,7 +202,7 @@ def test_the_room_says_which_rank_computes() -> None:
         bench = Bench(engine)
         at = Bootstrap(host="h", port=1, room=2**63 - 2, handoff_id=b"x")
         reading = asyncio.create_task(collect(bench.prefill.generate(request(at), bench.context)))
-        await settle(lambda: bench.lender.leases)
+        await settle(lambda: bench.producer.leases)
         assert engine.submitted[0].dp_rank == (2**63 - 2) % 4
         bench.lease.end.set_result(None)
         await reading
@@ -214,7 +214,7 @@ def test_late_prefill_gives_out_a_ticket_when_all_is_computed_and_keeps_the_kv_a
     async def body() -> None:
         bench = Bench(ScriptedEngine(PREFILL))
         chunks = await collect(bench.prefill.generate(request(None), bench.context))
-        [(ticket, _)] = bench.lender.lent
+        [(ticket, _)] = bench.producer.lent
         assert chunks[0].disaggregated_params == params_of(ticket)
         assert chunks[-1].finish_reason is FinishReason.LENGTH
         assert [output.blocks for output in bench.lease.told] == [(4, 5, 6)]
@@ -240,7 +240,7 @@ def test_late_prefill_that_is_cancelled_keeps_nothing() -> None:
             with pytest.raises(Cancelled):
                 await reading
             await settle(bench.freed)
-            assert all(lease.end.done() for lease in bench.lender.leases)
+            assert all(lease.end.done() for lease in bench.producer.leases)
 
     run_bounded(body())
 
@@ -250,8 +250,8 @@ def test_a_trial_lends_and_borrows_nothing() -> None:
         bench = Bench(ScriptedEngine(DECODE[2:]))
         chunks = await collect(bench.trial.generate(request(None), bench.context))
         assert chunks[-1].finish_reason is FinishReason.LENGTH
-        assert isinstance(bench.engine.submitted[0].handoff, Trial)
-        assert (bench.lender.lent, bench.borrower.tickets) == ([], [])
+        assert isinstance(bench.engine.submitted[0].handoff, LocalProbe)
+        assert (bench.producer.lent, bench.consumer.tickets) == ([], [])
 
     run_bounded(body())
 
@@ -261,16 +261,16 @@ def test_decode_claims_at_once_places_what_the_engine_wants_and_goes_on() -> Non
         bench = Bench(ScriptedEngine(DECODE))
         chunks = bench.decode.generate(request(), bench.context)
         reading = asyncio.create_task(collect(chunks))
-        await settle(lambda: bench.borrower.loans and bench.loan.placed)
-        assert bench.borrower.tickets == [TICKET]
-        assert bench.loan.placed == [KvWanted(1, (7, 8))]
+        await settle(lambda: bench.consumer.loans and bench.claim.placed)
+        assert bench.consumer.tickets == [TICKET]
+        assert bench.claim.placed == [KvWanted(1, (7, 8))]
         assert bench.engine.submitted[0].handoff == Consume(source=BOOTSTRAP)
-        bench.loan.cached_tokens = 2
-        bench.loan.on_arrived()
+        bench.claim.cached_tokens = 2
+        bench.claim.on_arrived()
         assert bench.engine.received_ids == [bench.engine.submitted[0].request_id]
         assert (await reading)[-1] == Chunk([9], finish_reason=FinishReason.LENGTH, usage=Usage(3, 1, 2))
-        assert bench.loan.given_up == 0
-        assert bench.borrower.declined == []
+        assert bench.claim.given_up == 0
+        assert bench.consumer.declined == []
         assert bench.engine.aborted == []
 
     run_bounded(body())
@@ -282,9 +282,9 @@ def test_a_decode_that_loses_its_kv_fails_with_the_reason(error: BatonError) -> 
         bench = Bench(ScriptedEngine(DECODE[:1]))
         order: list[str] = []
         reading = asyncio.create_task(collect(bench.decode.generate(request(), bench.context)))
-        await settle(lambda: bench.borrower.loans and bench.loan.placed)
-        bench.loan.on_close = lambda: order.append(f"closed, {len(bench.engine.aborted)} aborted")
-        bench.loan.on_lost(error)
+        await settle(lambda: bench.consumer.loans and bench.claim.placed)
+        bench.claim.on_close = lambda: order.append(f"closed, {len(bench.engine.aborted)} aborted")
+        bench.claim.on_lost(error)
         with pytest.raises(type(error), match=error.message):
             await reading
         assert order == ["closed, 0 aborted"], "nothing may be written when the blocks are given back"
@@ -299,11 +299,11 @@ def test_whatever_ends_a_decode_the_loan_is_closed_before_the_engine_is_freed(ph
     script: Script = {"queued": [], "waiting for KV": DECODE[:1], "decoding": DECODE[:3]}[phase]
 
     async def body() -> None:
-        bench = Bench(ScriptedEngine(script), deadline_s=0.1 if why == "deadline" else 60.0)
+        bench = Bench(ScriptedEngine(script), request_timeout_s=0.1 if why == "deadline" else 60.0)
         reading = asyncio.create_task(collect(bench.decode.generate(request(), bench.context)))
-        await settle(lambda: bench.borrower.loans)
+        await settle(lambda: bench.consumer.loans)
         order: list[int] = []
-        bench.loan.on_close = lambda: order.append(len(bench.engine.aborted))
+        bench.claim.on_close = lambda: order.append(len(bench.engine.aborted))
         await asyncio.sleep(0.03)
         if why == "client":
             bench.context.cancel()
@@ -321,8 +321,8 @@ def test_an_engine_that_has_everything_lets_the_prefill_go() -> None:
     async def body() -> None:
         bench = Bench(ScriptedEngine(DECODE[2:]))
         await collect(bench.decode.generate(request(), bench.context))
-        assert bench.loan.given_up == 1
-        assert bench.loan.placed == []
+        assert bench.claim.given_up == 1
+        assert bench.claim.placed == []
 
     run_bounded(body())
 
@@ -339,7 +339,7 @@ def test_a_ticket_that_is_not_used_is_declined() -> None:
             )
         )
         assert chunks[-1].finish_reason is FinishReason.LENGTH
-        assert bench.borrower.declined == [TICKET, TICKET]
+        assert bench.consumer.declined == [TICKET, TICKET]
 
     run_bounded(body())
 
@@ -347,9 +347,9 @@ def test_a_ticket_that_is_not_used_is_declined() -> None:
 def test_choices_that_the_frontend_would_lose_are_refused() -> None:
     async def body() -> None:
         bench = Bench(ScriptedEngine(DECODE, capabilities=Capabilities(max_choices=4)))
-        with pytest.raises(Unsupported, match="--transfer-handoff late"):
+        with pytest.raises(Unsupported, match="--kv-handoff late"):
             await collect(bench.decode.generate(request(sampling=Sampling(n=2)), bench.context))
-        assert bench.borrower.declined == [TICKET]
+        assert bench.consumer.declined == [TICKET]
 
     run_bounded(body())
 
@@ -360,7 +360,7 @@ def test_a_decode_without_a_room_computes_by_itself() -> None:
         chunks = await collect(bench.decode.generate(request(None), bench.context))
         assert chunks[-1].usage == Usage(3, 1, 0)
         assert bench.engine.submitted[0].handoff is None
-        assert bench.borrower.tickets == []
+        assert bench.consumer.tickets == []
 
     run_bounded(body())
 

@@ -21,7 +21,7 @@ from baton.handlers.embed import EmbedHandler
 from baton.protocol.embeddings import Embeddings, EmbedRequest, Texts, TokenLists
 from baton.protocol.lifecycle import State
 from baton.request.gate import Gate
-from baton.request.tracker import Desk, Limits
+from baton.request.tracker import RequestLimits, RequestTracker
 from baton.testing import RecordingObserver, eventually, run_bounded
 from baton.testing.memory_runtime import MemoryContext
 from tests.unit.handlers.embed_fakes import CONTEXT, INFO, CountingEngine, LetterEncoder
@@ -30,12 +30,14 @@ from tests.unit.handlers.embed_fakes import CONTEXT, INFO, CountingEngine, Lette
 class Counter:
     """A handler with everything around it."""
 
-    def __init__(self, engine: CountingEngine, deadline_s: float = 600.0) -> None:
+    def __init__(self, engine: CountingEngine, request_timeout_s: float = 600.0) -> None:
         self.gate = Gate(8)
         self.observer = RecordingObserver()
         self.fatal: list[BatonError] = []
-        desk = Desk(self.gate, Limits(deadline_s=deadline_s), self.observer, "embed", self.fatal.append)
-        self.handler = EmbedHandler(engine, INFO, desk, LetterEncoder())
+        tracker = RequestTracker(
+            self.gate, RequestLimits(request_timeout_s=request_timeout_s), self.observer, "embed", self.fatal.append
+        )
+        self.handler = EmbedHandler(engine, INFO, tracker, LetterEncoder())
 
     async def embed(
         self, source: Texts | TokenLists, dimensions: int | None = None, context: MemoryContext | None = None
@@ -129,7 +131,7 @@ def test_a_text_far_back_that_is_too_long_is_refused_by_its_place() -> None:
     ("error", "state", "fatal"),
     [
         (InvalidRequest("no such token"), State.REFUSED, False),
-        (EngineFailed("ill"), State.FAILED, False),
+        (EngineFailed("failed"), State.FAILED, False),
         (EngineDead("dead"), State.FAILED, True),
     ],
     ids=lambda value: getattr(value, "code", None),
@@ -163,7 +165,7 @@ def test_a_client_that_leaves_takes_its_work_back() -> None:
 def test_a_request_past_its_deadline_ends_and_takes_its_work_back() -> None:
     async def main() -> None:
         engine = CountingEngine(gate=asyncio.Event())
-        counter = Counter(engine, deadline_s=0.05)
+        counter = Counter(engine, request_timeout_s=0.05)
         with pytest.raises(DeadlineExceeded):
             await counter.embed(Texts(("a",)))
         assert engine.taken_back == 1

@@ -26,10 +26,10 @@ from baton.protocol.media import MediaFile
 from baton.protocol.outputs import Chunk, FinishReason
 from baton.protocol.requests import GenerateRequest
 from baton.request.gate import Gate
-from baton.request.tracker import Desk, Limits
+from baton.request.tracker import RequestLimits, RequestTracker
 from baton.testing import RecordingObserver, eventually, run_bounded
 from baton.testing.memory_runtime import MemoryContext
-from tests.unit.handlers.handoff_fakes import FakeLender
+from tests.unit.handlers.handoff_fakes import FakeProducer
 from tests.unit.media.media_fakes import EncodingEngine, FakeLoader
 
 PICTURES = {"image_url": [{"Url": "https://example.com/a"}, "data:,b"]}
@@ -43,18 +43,18 @@ class Encoder:
     """A handler with everything around it."""
 
     def __init__(
-        self, engine: EncodingEngine | None = None, loader: FakeLoader | None = None, deadline_s: float = 60.0
+        self, engine: EncodingEngine | None = None, loader: FakeLoader | None = None, request_timeout_s: float = 60.0
     ) -> None:
         self.engine = engine or EncodingEngine()
         self.loader = loader or FakeLoader()
-        self.lender = FakeLender()
+        self.producer = FakeProducer()
         self.gate = Gate(4)
         self.observer = RecordingObserver()
         self.fatal: list[BatonError] = []
         self.context = MemoryContext()
-        limits = Limits(deadline_s=deadline_s, abort_s=0.5)
-        desk = Desk(self.gate, limits, self.observer, "encode", self.fatal.append)
-        self.handler = EncodeHandler(self.engine, desk, self.loader, self.lender)
+        limits = RequestLimits(request_timeout_s=request_timeout_s, abort_timeout_s=0.5)
+        tracker = RequestTracker(self.gate, limits, self.observer, "encode", self.fatal.append)
+        self.handler = EncodeHandler(self.engine, tracker, self.loader, self.producer)
 
     async def encode(self, asked: GenerateRequest | None = None) -> list[Chunk]:
         return [chunk async for chunk in self.handler.generate(asked or request(), self.context)]
@@ -80,7 +80,7 @@ def test_one_chunk_ends_the_answer_and_has_a_ticket_beside_the_engines_words() -
         assert chunk.encoder_result is not None
         ticket, params = encoder_ticket(chunk.encoder_result)
         assert params == {"handle": str(work.request_id)}
-        assert encoder.lender.lent == [(ticket, 3)]
+        assert encoder.producer.lent == [(ticket, 3)]
         assert encoder.ended() is State.COMPLETED
 
     run_bounded(body())
@@ -93,7 +93,7 @@ def test_d16_what_was_made_outlives_the_call_and_is_freed_when_its_lease_ends(en
         await encoder.encode()
         await asyncio.sleep(0.02)
         assert len(encoder.engine.held) == 1, "the worker that computes has not read it yet"
-        [lease] = encoder.lender.leases
+        [lease] = encoder.producer.leases
         if end == "taken":
             lease.end.set_result(None)
         else:
@@ -120,7 +120,7 @@ def test_d16_a_client_that_leaves_while_media_are_fetched_leaves_nothing() -> No
 @pytest.mark.parametrize("how", ["leaves", "deadline", "shutdown", "task"])
 def test_d16_a_call_that_ends_while_the_engine_encodes_takes_the_work_back(how: str) -> None:
     async def body() -> None:
-        encoder = Encoder(EncodingEngine(gate=asyncio.Event()), deadline_s=0.05 if how == "deadline" else 60.0)
+        encoder = Encoder(EncodingEngine(gate=asyncio.Event()), request_timeout_s=0.05 if how == "deadline" else 60.0)
         call = asyncio.create_task(encoder.encode())
         await eventually(lambda: bool(encoder.engine.encoded))
         expected: type[BaseException] = DeadlineExceeded
@@ -137,7 +137,7 @@ def test_d16_a_call_that_ends_while_the_engine_encodes_takes_the_work_back(how: 
             await call
         assert encoder.engine.taken_back == 1
         assert encoder.engine.aborted == [encoder.engine.encoded[0].request_id]
-        assert encoder.lender.leases == []
+        assert encoder.producer.leases == []
         assert encoder.gate.in_flight == 0
 
     run_bounded(body())
@@ -151,7 +151,7 @@ def test_d16_a_reply_that_cannot_be_sent_frees_what_was_made() -> None:
             await anext(replies)
             assert len(encoder.engine.held) == 1
         await eventually(lambda: not encoder.engine.held)
-        [lease] = encoder.lender.leases
+        [lease] = encoder.producer.leases
         assert lease.failed is not None, "who comes with the ticket is told"
 
     run_bounded(body())
@@ -227,10 +227,10 @@ def test_d17_a_trial_reaches_the_engine_and_leaves_nothing() -> None:
         await encoder.handler.trial((7,), picture, encoder.context)
         assert [work.media for work in encoder.engine.encoded] == [(picture,)]
         assert encoder.engine.held == set()
-        assert encoder.lender.leases == []
+        assert encoder.producer.leases == []
         refusing = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
         await refusing.handler.trial((7,), picture, refusing.context)
-        for error in (EngineFailed("ill"), EngineDead("dead")):
+        for error in (EngineFailed("failed"), EngineDead("dead")):
             ill = Encoder(EncodingEngine(error=error))
             with pytest.raises(type(error)):
                 await ill.handler.trial((7,), picture, ill.context)

@@ -9,7 +9,7 @@ import pytest
 from baton.errors import BatonError, Cancelled, InvalidRequest, PeerLost, Unsupported
 from baton.handlers.aggregated import AggregatedHandler
 from baton.handlers.decode import DecodeHandler
-from baton.handlers.media import Intake
+from baton.handlers.media import MediaInput
 from baton.handlers.prefill import PrefillHandler
 from baton.handlers.tickets import params_of
 from baton.ports.engine import Capabilities, HandoffStyle
@@ -19,11 +19,11 @@ from baton.protocol.media import MediaFile, MediaHandles
 from baton.protocol.outputs import Chunk, Finished, FinishReason, HandoffReady, TokenDelta
 from baton.protocol.requests import GenerateRequest
 from baton.request.gate import Gate
-from baton.request.tracker import Desk, Limits
+from baton.request.tracker import RequestLimits, RequestTracker
 from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import SCRIPTED_INFO, Script
 from baton.testing.memory_runtime import MemoryContext
-from tests.unit.handlers.handoff_fakes import Bench, FakeBorrower, FakeLender
+from tests.unit.handlers.handoff_fakes import Bench, FakeConsumer, FakeProducer
 from tests.unit.media.media_fakes import FakeLoader
 
 TICKET = Ticket(host="10.0.0.1", port=4000, room=5, secret=b"\x01\x02")
@@ -43,16 +43,22 @@ class House:
 
     def __init__(self, script: Script = ONE, can: Capabilities = READS, loader: FakeLoader | None = None) -> None:
         self.engine = ScriptedEngine(script, capabilities=can)
-        self.borrower = FakeBorrower()
+        self.consumer = FakeConsumer()
         self.loader = loader or FakeLoader()
-        self.lender = FakeLender()
+        self.producer = FakeProducer()
         self.gate = Gate(8)
         self.context = MemoryContext()
-        desk = Desk(self.gate, Limits(flush_s=0.0, abort_s=0.5), RecordingObserver(), "role", lambda error: None)
-        intake = Intake(self.loader, self.borrower)
-        self.aggregated = AggregatedHandler(self.engine, SCRIPTED_INFO, desk, intake)
-        self.prefill = PrefillHandler(self.engine, SCRIPTED_INFO, desk, self.lender, intake)
-        self.decode = DecodeHandler(self.engine, SCRIPTED_INFO, desk, self.borrower, intake)
+        tracker = RequestTracker(
+            self.gate,
+            RequestLimits(flush_interval_s=0.0, abort_timeout_s=0.5),
+            RecordingObserver(),
+            "role",
+            lambda error: None,
+        )
+        media_input = MediaInput(self.loader, self.consumer)
+        self.aggregated = AggregatedHandler(self.engine, SCRIPTED_INFO, tracker, media_input)
+        self.prefill = PrefillHandler(self.engine, SCRIPTED_INFO, tracker, self.producer, media_input)
+        self.decode = DecodeHandler(self.engine, SCRIPTED_INFO, tracker, self.consumer, media_input)
 
     async def compute(self, asked: GenerateRequest) -> list[Chunk]:
         return await collect(self.aggregated.generate(asked, self.context))
@@ -96,7 +102,7 @@ def test_what_the_engine_cannot_take_is_refused_by_name_before_anything_is_fetch
             await house.compute(asked)
         assert refusal.value.status == 400
         assert house.loader.named == []
-        assert house.borrower.tickets == []
+        assert house.consumer.tickets == []
         assert house.engine.submitted == []
 
     run_bounded(body())
@@ -107,20 +113,20 @@ def test_handles_reach_the_engine_once_the_room_is_ours_and_are_told_as_used() -
         first = asyncio.Event()
         house = House([first, *ONE])
         answer = asyncio.create_task(house.compute(request(encoder_result=RESULT, multi_modal_data=URLS)))
-        await eventually(lambda: bool(house.borrower.loans))
-        [loan] = house.borrower.loans
-        assert house.borrower.tickets == [TICKET]
+        await eventually(lambda: bool(house.consumer.loans))
+        [claim] = house.consumer.loans
+        assert house.consumer.tickets == [TICKET]
         await asyncio.sleep(0.02)
         assert house.engine.submitted == [], "until it is claimed, it may have been freed"
-        loan.met.set_result(("", 0))
+        claim.met.set_result(("", 0))
         await eventually(lambda: bool(house.engine.submitted))
         assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
         assert house.loader.named == [], "nothing is fetched a second time"
-        assert loan.was_taken == 0
+        assert claim.was_taken == 0
         first.set()
         await answer
-        assert loan.was_taken >= 1
-        assert loan.closed >= 1
+        assert claim.was_taken >= 1
+        assert claim.closed >= 1
 
     run_bounded(body())
 
@@ -129,16 +135,16 @@ def test_d16_a_request_that_loses_what_was_encoded_for_it_moves() -> None:
     async def body() -> None:
         house = House([asyncio.Event()])
         answer = asyncio.create_task(house.compute(request(encoder_result=RESULT)))
-        await eventually(lambda: bool(house.borrower.loans))
-        [loan] = house.borrower.loans
-        loan.met.set_result(("", 0))
+        await eventually(lambda: bool(house.consumer.loans))
+        [claim] = house.consumer.loans
+        claim.met.set_result(("", 0))
         await eventually(lambda: bool(house.engine.submitted))
-        loan.on_lost(PeerLost("the line went dead"))
+        claim.on_lost(PeerLost("the line went dead"))
         with pytest.raises(PeerLost, match=r"encode worker.*the line went dead") as loss:
             await answer
         assert loss.value.retryable
         assert house.engine.aborted == [house.engine.submitted[0].request_id]
-        assert loan.closed >= 1
+        assert claim.closed >= 1
 
     run_bounded(body())
 
@@ -148,16 +154,16 @@ def test_d16_a_client_that_leaves_gives_the_loan_back(claimed: bool) -> None:
     async def body() -> None:
         house = House([asyncio.Event()])
         answer = asyncio.create_task(house.compute(request(encoder_result=RESULT)))
-        await eventually(lambda: bool(house.borrower.loans))
-        [loan] = house.borrower.loans
+        await eventually(lambda: bool(house.consumer.loans))
+        [claim] = house.consumer.loans
         if claimed:
-            loan.met.set_result(("", 0))
+            claim.met.set_result(("", 0))
             await eventually(lambda: bool(house.engine.submitted))
         house.context.cancel()
         with pytest.raises(Cancelled):
             await answer
-        assert loan.was_taken == 0
-        assert loan.closed >= 1
+        assert claim.was_taken == 0
+        assert claim.closed >= 1
         assert house.gate.in_flight == 0
 
     run_bounded(body())
@@ -168,20 +174,20 @@ def test_a_prefill_keeps_media_on_loan_as_long_as_its_own_kv(taken: bool) -> Non
     async def body() -> None:
         house = House([HandoffReady({"kv": 1}), *ONE])
         answer = asyncio.create_task(collect(house.prefill.generate(request(encoder_result=RESULT), house.context)))
-        await eventually(lambda: bool(house.borrower.loans))
-        [loan] = house.borrower.loans
-        loan.met.set_result(("", 0))
+        await eventually(lambda: bool(house.consumer.loans))
+        [claim] = house.consumer.loans
+        claim.met.set_result(("", 0))
         await answer
         assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
         await asyncio.sleep(0.02)
-        assert (loan.was_taken, loan.closed) == (0, 0), "the decode may need some of them"
-        [lease] = house.lender.leases
+        assert (claim.was_taken, claim.closed) == (0, 0), "the decode may need some of them"
+        [lease] = house.producer.leases
         if taken:
             lease.end.set_result(None)
         else:
             lease.lose(PeerLost("nobody came"))
-        await eventually(lambda: loan.closed >= 1)
-        assert loan.was_taken == (1 if taken else 0)
+        await eventually(lambda: claim.closed >= 1)
+        assert claim.was_taken == (1 if taken else 0)
         assert house.engine.aborted == [house.engine.submitted[0].request_id]
 
     run_bounded(body())
@@ -191,12 +197,12 @@ def test_a_prefill_that_fails_gives_the_loan_back() -> None:
     async def body() -> None:
         house = House([PeerLost("lost")])
         answer = asyncio.create_task(collect(house.prefill.generate(request(encoder_result=RESULT), house.context)))
-        await eventually(lambda: bool(house.borrower.loans))
-        [loan] = house.borrower.loans
-        loan.met.set_result(("", 0))
+        await eventually(lambda: bool(house.consumer.loans))
+        [claim] = house.consumer.loans
+        claim.met.set_result(("", 0))
         with pytest.raises(PeerLost):
             await answer
-        assert (loan.was_taken, loan.closed >= 1) == (0, True)
+        assert (claim.was_taken, claim.closed >= 1) == (0, True)
 
     run_bounded(body())
 
@@ -211,7 +217,7 @@ def test_d27_a_decode_does_not_fetch_what_is_in_the_kv_already() -> None:
         assert isinstance(work.handoff, Consume)
         assert work.media == ()
         assert house.loader.named == []
-        assert [ticket.host for ticket in house.borrower.tickets] == ["10.0.0.2"], "only the prefill's room is claimed"
+        assert [ticket.host for ticket in house.consumer.tickets] == ["10.0.0.2"], "only the prefill's room is claimed"
 
     run_bounded(body())
 
@@ -220,8 +226,8 @@ def test_a_decode_that_computes_by_itself_takes_media_like_any_other() -> None:
     async def body() -> None:
         house = House()
         answer = asyncio.create_task(collect(house.decode.generate(request(encoder_result=RESULT), house.context)))
-        await eventually(lambda: bool(house.borrower.loans))
-        house.borrower.loans[0].met.set_result(("", 0))
+        await eventually(lambda: bool(house.consumer.loans))
+        house.consumer.loans[0].met.set_result(("", 0))
         await answer
         assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
 

@@ -32,7 +32,7 @@ from baton.protocol.outputs import (
 )
 from baton.protocol.requests import GenerateRequest, Sampling, StopConditions
 from baton.request.gate import Gate
-from baton.request.tracker import Desk, Limits
+from baton.request.tracker import RequestLimits, RequestTracker
 from baton.runtimes.dynamo.errors import to_runtime
 from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import SCRIPTED_INFO
@@ -45,15 +45,17 @@ ENDLESS = [TokenDelta([1])]
 class Bench:
     """An aggregated worker around an engine, without a runtime."""
 
-    def __init__(self, engine: ScriptedEngine, flush_s: float = 0.0, deadline_s: float = 60.0) -> None:
+    def __init__(self, engine: ScriptedEngine, flush_interval_s: float = 0.0, request_timeout_s: float = 60.0) -> None:
         self.engine = engine
         self.gate = Gate(8)
         self.observer = RecordingObserver()
         self.fatal: list[BatonError] = []
         self.context = MemoryContext()
-        limits = Limits(flush_s=flush_s, deadline_s=deadline_s, abort_s=0.2)
-        desk = Desk(self.gate, limits, self.observer, "aggregated", self.fatal.append)
-        self.handler = AggregatedHandler(engine, SCRIPTED_INFO, desk)
+        limits = RequestLimits(
+            flush_interval_s=flush_interval_s, request_timeout_s=request_timeout_s, abort_timeout_s=0.2
+        )
+        tracker = RequestTracker(self.gate, limits, self.observer, "aggregated", self.fatal.append)
+        self.handler = AggregatedHandler(engine, SCRIPTED_INFO, tracker)
 
     def generate(self, choices: int = 1) -> AsyncGenerator[Chunk, None]:
         request = GenerateRequest(
@@ -123,7 +125,7 @@ def test_an_answer_that_ends_well_is_not_aborted() -> None:
 def test_tokens_faster_than_the_flush_interval_are_joined() -> None:
     async def body() -> None:
         script = [TokenDelta([0])] + [step for token in range(1, 20) for step in (0.001, TokenDelta([token]))]
-        bench = Bench(ScriptedEngine([*script, END]), flush_s=3600.0)
+        bench = Bench(ScriptedEngine([*script, END]), flush_interval_s=3600.0)
         chunks = await bench.chunks()
         assert [chunk.token_ids for chunk in chunks] == [[0], list(range(1, 20))]
 
@@ -221,7 +223,7 @@ def test_whatever_fires_the_scope_aborts_at_the_engine(
 
 def test_the_deadline_aborts_at_the_engine() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ENDLESS), deadline_s=0.02)
+        bench = Bench(ScriptedEngine(ENDLESS), request_timeout_s=0.02)
         with pytest.raises(DeadlineExceeded):
             await bench.chunks()
         assert bench.aborted()

@@ -23,7 +23,7 @@ from baton.protocol.lifecycle import State
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.protocol.text import decode_text, encode_text
 from baton.request.gate import Gate
-from baton.request.tracker import Desk, Limits
+from baton.request.tracker import RequestLimits, RequestTracker
 from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded, running
 from baton.testing.bounded import measure_lag
 from baton.testing.fakes import SCRIPTED_INFO, Step
@@ -61,8 +61,10 @@ class Desktop:
         self.observer = RecordingObserver()
         self.gate = Gate(4)
         self.context = MemoryContext("me")
-        desk = Desk(self.gate, Limits(flush_s=0.0), self.observer, "aggregated", lambda error: None)
-        self.handler = TextHandler(engine, info, desk, tokenizer or Letters())
+        tracker = RequestTracker(
+            self.gate, RequestLimits(flush_interval_s=0.0), self.observer, "aggregated", lambda error: None
+        )
+        self.handler = TextHandler(engine, info, tracker, tokenizer or Letters())
 
     async def chunks(self, **body: Any) -> list[dict[str, Any]]:
         async with aclosing(self.handler.generate(decode_text(body), self.context)) as chunks:

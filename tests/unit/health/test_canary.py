@@ -16,7 +16,7 @@ class Patient:
     def __init__(self) -> None:
         self.probes = 0
         self.busy = False
-        self.excused = False
+        self.suspended = False
         self.answer: Callable[[], Awaitable[None]] = self.well
         self.changes: list[tuple[bool, str]] = []
 
@@ -37,7 +37,7 @@ class Patient:
         self.changes.append((healthy, problem))
 
     def canary(self, give_up_s: float = 3600.0) -> Canary:
-        return Canary(self.probe, lambda: self.busy, self.note, 0.005, 0.02, give_up_s, lambda: self.excused)
+        return Canary(self.probe, lambda: self.busy, self.note, 0.005, 0.02, give_up_s, lambda: self.suspended)
 
 
 def test_a_probe_that_answers_has_no_problem() -> None:
@@ -126,12 +126,12 @@ def test_one_that_is_excused_is_not_probed_and_not_given_up() -> None:
     async def body() -> None:
         patient = Patient()
         patient.answer = patient.ill
-        patient.excused = True
+        patient.suspended = True
         running = asyncio.create_task(patient.canary(give_up_s=0.01).run())
         await asyncio.sleep(0.1)
         assert patient.probes == 0
         assert not running.done()
-        patient.excused = False
+        patient.suspended = False
         with pytest.raises(EngineStalled):
             await running
 
@@ -144,7 +144,7 @@ def test_a_probe_during_which_it_is_excused_tells_nothing() -> None:
         patient.answer = patient.stuck
         running = asyncio.create_task(patient.canary().run())
         await eventually(lambda: patient.probes == 1)
-        patient.excused = True
+        patient.suspended = True
         await asyncio.sleep(0.1)
         assert patient.changes == []
         running.cancel()

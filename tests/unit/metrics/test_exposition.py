@@ -6,7 +6,7 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.metrics.exposition import Patience, join
+from baton.metrics.exposition import TimedScrape, join
 from baton.testing import run_bounded
 
 HISTOGRAM = """# HELP a_seconds Time
@@ -48,7 +48,7 @@ def test_a_source_that_hangs_is_asked_once_and_answers_everybody_later() -> None
             await answer.wait()
             return "x 1\n"
 
-        source = Patience("it", ask, 0.05)
+        source = TimedScrape("it", ask, 0.05)
         assert await source.text() == ""
         waiting = [asyncio.create_task(source.text()) for _ in range(2)]
         await asyncio.sleep(0)
@@ -66,7 +66,7 @@ def test_a_source_that_fails_says_nothing_but_the_log_does(caplog: pytest.LogCap
         async def ask() -> str:
             raise OSError("no file")
 
-        assert await Patience("the engine", ask, 1.0).text() == ""
+        assert await TimedScrape("the engine", ask, 1.0).text() == ""
 
     with caplog.at_level(logging.WARNING):
         run_bounded(body())

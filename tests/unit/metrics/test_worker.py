@@ -118,9 +118,9 @@ def test_orders_are_counted_by_verb_and_outcome() -> None:
     metrics = WorkerMetrics("aggregated")
     metrics.ordered("pause", "ok", 0.5)
     metrics.ordered("pause", "conflict", 1.5)
-    assert value(metrics, "baton_control_total", "pause", "ok") == 1
-    assert value(metrics, "baton_control_total", "pause", "conflict") == 1
-    assert value(metrics, "baton_control_seconds_sum", "pause") == 2
+    assert value(metrics, "baton_commands_total", "pause", "ok") == 1
+    assert value(metrics, "baton_commands_total", "pause", "conflict") == 1
+    assert value(metrics, "baton_command_seconds_sum", "pause") == 2
 
 
 def test_gauges_of_the_worker_are_shown() -> None:
@@ -136,8 +136,8 @@ class Rooms:
 
 
 class Traffic:
-    bytes_by_way = {"shm": 4096.0}
-    seconds_by_way = {"shm": 0.25}
+    bytes_by_transport = {"shm": 4096.0}
+    seconds_by_transport = {"shm": 0.25}
 
 
 def test_rooms_and_traffic_are_shown_where_the_role_has_them() -> None:

@@ -67,7 +67,7 @@ def test_a_worker_that_embeds_says_so_and_does(directory: Path) -> None:
         async with living(Embedder(directory)) as (worker, runtime):
             card = endpoint_of(runtime).card
             assert card is not None
-            assert (card.surfaces, card.accepts, card.name) == (frozenset({"embeddings"}), "text", "counter")
+            assert (card.surfaces, card.model_input, card.name) == (frozenset({"embeddings"}), "text", "counter")
             reply = await call(runtime, input=["the cat", "a dog"])
             assert [entry["index"] for entry in reply["data"]] == [0, 1]
             assert reply["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
@@ -88,14 +88,14 @@ def test_a_worker_that_embeds_says_so_and_does(directory: Path) -> None:
 def test_a_failing_canary_takes_it_out_and_brings_it_back(directory: Path) -> None:
     async def body() -> None:
         engine = Embedder(directory)
-        async with living(engine, canary_s=0.01) as (_, runtime):
+        async with living(engine, canary_interval_s=0.01) as (_, runtime):
             await eventually(lambda: len(engine.embedded) > 2)
             assert {work.inputs for work in engine.embedded} == {((1,),)}
-            assert endpoint_of(runtime).listed
-            engine.error = EngineFailed("ill")
-            await eventually(lambda: not endpoint_of(runtime).listed)
+            assert endpoint_of(runtime).registered
+            engine.error = EngineFailed("failed")
+            await eventually(lambda: not endpoint_of(runtime).registered)
             engine.error = None
-            await eventually(lambda: endpoint_of(runtime).listed)
+            await eventually(lambda: endpoint_of(runtime).registered)
 
     run_bounded(body())
 

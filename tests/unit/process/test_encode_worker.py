@@ -12,12 +12,12 @@ import pytest
 from baton.config.load import load
 from baton.config.media import MediaOptions
 from baton.config.settings import Settings
-from baton.config.transfer import TransferOptions
+from baton.config.transfer import KvTransferOptions
 from baton.engines.echo import EchoEngine, EchoOptions
 from baton.engines.registry import build_engine
 from baton.engines.trtllm.encoder import TrtllmEncoder
 from baton.errors import ConfigError, InvalidRequest, PeerLost
-from baton.media.images import trial_picture
+from baton.media.images import probe_image
 from baton.ports.engine import Capabilities, Encoded, EncodeWork
 from baton.process.roles import path_of, role_of
 from baton.process.worker import Worker
@@ -25,7 +25,7 @@ from baton.protocol.ids import RequestId
 from baton.testing import eventually, run_bounded
 from baton.testing.memory_runtime import MemoryEndpoint, MemoryRuntime
 
-PICTURE = "data:image/png;base64," + base64.b64encode(trial_picture().data).decode()
+PICTURE = "data:image/png;base64," + base64.b64encode(probe_image().data).decode()
 REQUEST = {"token_ids": [104, 105], "multi_modal_data": {"image_url": [{"Url": PICTURE}]}}
 
 
@@ -100,7 +100,7 @@ def test_d16_media_are_encoded_by_one_worker_used_by_another_and_then_freed() ->
 def test_d14_an_encode_worker_does_not_wait_for_ever_for_a_reader() -> None:
     async def body() -> None:
         runtime, engine = MemoryRuntime(), CountedEcho()
-        async with living(runtime, engine, "encode", transfer=TransferOptions(claim_s=0.05)):
+        async with living(runtime, engine, "encode", kv=KvTransferOptions(claim_timeout_s=0.05)):
             [encoded] = await call(runtime, "baton.encode.generate", REQUEST)
             await eventually(lambda: not engine.held)
             reader = EchoEngine(EchoOptions(media=True))
@@ -115,7 +115,7 @@ def test_d14_an_encode_worker_does_not_wait_for_ever_for_a_reader() -> None:
 def test_d16_a_worker_that_leaves_waits_for_those_who_use_what_it_holds() -> None:
     async def body() -> None:
         runtime, engine = MemoryRuntime(), CountedEcho()
-        async with living(runtime, engine, "encode", transfer=TransferOptions(claim_s=0.2)):
+        async with living(runtime, engine, "encode", kv=KvTransferOptions(claim_timeout_s=0.2)):
             await call(runtime, "baton.encode.generate", REQUEST)
             assert len(engine.held) == 1
         assert engine.held == set()
@@ -132,7 +132,7 @@ def test_an_encode_worker_is_announced_as_one_and_probes_its_engine() -> None:
             assert card.worker_type == "encode"
             assert card.surfaces == frozenset(), "no client's request is sent to it"
             assert card.needs == (("aggregated",), ("prefill", "decode"))
-            assert card.accepts == "tokens"
+            assert card.model_input == "tokens"
             assert not card.kv_events
             assert engine.trials == 1
             assert engine.held == set()
@@ -175,8 +175,8 @@ def test_only_an_engine_that_encodes_fills_the_role() -> None:
 
 
 def test_encode_workers_take_tokens() -> None:
-    with pytest.raises(ConfigError, match="--accepts text"):
-        load({"role": "encode", "accepts": "text"}, {}, None)
+    with pytest.raises(ConfigError, match="--model-input text"):
+        load({"role": "encode", "model_input": "text"}, {}, None)
 
 
 def test_the_role_makes_tensorrt_llm_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:

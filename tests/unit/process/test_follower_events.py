@@ -13,7 +13,7 @@ from baton.errors import EngineFailed
 from baton.ports.engine import EngineInfo
 from baton.ports.runtime import Context, Service
 from baton.process import follower_events as nodes
-from baton.process.follower_events import Listener, Voice, node_path
+from baton.process.follower_events import FollowerEvents, Listener, node_path
 from baton.process.worker import Worker
 from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot, Reading
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
@@ -69,15 +69,15 @@ async def hear(runtime: MemoryRuntime, heard: list[Reading], count: int) -> None
 
 def test_a_new_listener_begins_anew() -> None:
     async def body() -> None:
-        runtime, voice = MemoryRuntime(), Voice()
+        runtime, voice = MemoryRuntime(), FollowerEvents()
         await runtime.start()
         await runtime.serve(PATH, voice.service)
         heard: list[Reading] = []
-        voice.tell(STORED)
+        voice.publish(STORED)
         await hear(runtime, heard, 2)
         assert heard == [KvCleared(1), STORED]
         again: list[Reading] = []
-        voice.tell(LOAD)
+        voice.publish(LOAD)
         await hear(runtime, again, 2)
         assert again == [KvCleared(1), LOAD]
         await runtime.shutdown()
@@ -87,9 +87,9 @@ def test_a_new_listener_begins_anew() -> None:
 
 def test_what_nobody_hears_is_bounded() -> None:
     async def body() -> None:
-        voice = Voice()
+        voice = FollowerEvents()
         for _ in range(nodes.MOST_UNREAD + 5):
-            voice.tell(STORED)
+            voice.publish(STORED)
         runtime = MemoryRuntime()
         await runtime.start()
         await runtime.serve(PATH, voice.service)

@@ -39,7 +39,7 @@ def test_equal_shapes_and_nobody_there_are_fine() -> None:
 
 def test_other_block_sizes_are_refused_with_the_flag_to_change() -> None:
     assert refusal(block_size=32) == (
-        "this worker's KV blocks have 32 tokens, those of the prefill workers 16: give both the same --torch-block"
+        "this worker's KV blocks have 32 tokens, those of the prefill workers 16: give both the same --torch-block-size"
     )
     assert "those of the decode workers 16" in refusal(role="prefill", block_size=32)
 

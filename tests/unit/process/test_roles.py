@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from baton.config.settings import Settings
-from baton.config.transfer import TransferOptions
+from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, ConfigError
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
 from baton.ports.runtime import ModelCard
@@ -20,7 +20,7 @@ from baton.ports.transfer import KvMemory, KvShape
 from baton.process.roles import role_of
 from baton.process.worker import Worker
 from baton.protocol.events import LoadSnapshot
-from baton.protocol.handoff import Trial
+from baton.protocol.handoff import LocalProbe
 from baton.protocol.outputs import Finished, FinishReason, KvComputed, TokenDelta
 from baton.testing import Script, ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import SCRIPTED_INFO
@@ -121,7 +121,7 @@ def test_a_decode_worker_is_announced_as_one() -> None:
 @pytest.mark.parametrize(("style", "told"), [("auto", True), ("early", True), ("late", False)])
 def test_the_address_is_told_only_when_the_hand_off_is_early(style: Any, told: bool) -> None:
     async def body() -> None:
-        async with living("prefill", transfer=TransferOptions(handoff=style)) as house:
+        async with living("prefill", kv=KvTransferOptions(handoff=style)) as house:
             assert (house.card.handoff_host is not None) is told
             assert (house.card.handoff_port is not None) is told
 
@@ -143,7 +143,7 @@ def test_workers_whose_kv_is_not_alike_do_not_start() -> None:
 
 def test_a_prefill_worker_that_leaves_waits_for_its_open_rooms() -> None:
     async def body() -> None:
-        async with living("prefill", drain_s=1.0, transfer=TransferOptions(handoff="late")) as house:
+        async with living("prefill", drain_timeout_s=1.0, kv=KvTransferOptions(handoff="late")) as house:
             await house.call()
             assert house.metric('baton_rooms{state="offered"}') == 1
             assert house.worker.gate.in_flight == 0
@@ -189,7 +189,7 @@ def moving(role: Role, engine: ScriptedEngine, handoff: str = "auto") -> House:
     """Return a worker whose engine moves KV by itself."""
     house = House(role, MemoryRuntime())
     house.engine = engine
-    settings = Settings(role=role, transfer=TransferOptions(handoff=handoff))  # type: ignore[arg-type]
+    settings = Settings(role=role, kv=KvTransferOptions(handoff=handoff))  # type: ignore[arg-type]
     house.worker = Worker(settings, engine, house.runtime)
     return house
 
@@ -202,7 +202,7 @@ def test_an_engine_that_moves_kv_by_itself_has_rooms_too(style: HandoffStyle, to
         house = moving("prefill", engine)
         running = asyncio.create_task(house.run())
         await house.ready.wait()
-        assert isinstance(engine.submitted[0].handoff, Trial)
+        assert isinstance(engine.submitted[0].handoff, LocalProbe)
         assert house.card.handoff_port != 8998, "decode workers come to the room, and are sent on from there"
         assert (house.card.handoff_port is not None) is told
         house.stop.set()
@@ -219,4 +219,4 @@ def test_an_engine_that_moves_kv_by_itself_has_one_style(style: HandoffStyle, as
             await house.run()
         return refused.value
 
-    assert f"drop --transfer-handoff {asked}" in run_bounded(body()).message
+    assert f"drop --kv-handoff {asked}" in run_bounded(body()).message

@@ -35,7 +35,7 @@ class Stage:
         self.runtime = MemoryRuntime()
         self.pools: dict[str, FakePool] = {}
         self.write(PLAN)
-        base = Settings(topology=str(self.file), model=str(MODEL_DIR), name="echo", drain_s=0.2)
+        base = Settings(topology=str(self.file), model=str(MODEL_DIR), name="echo", drain_timeout_s=0.2)
         self.router = GlobalRouter(msgspec.structs.replace(base, **settings), self.runtime)
         self.stop = asyncio.Event()
         self.ready = asyncio.Event()
@@ -101,7 +101,7 @@ def test_it_is_found_when_every_part_has_a_worker_and_not_before(tmp_path: Path)
 
 def test_without_workers_it_gives_up_in_time_and_says_where_it_looked(tmp_path: Path) -> None:
     async def body() -> None:
-        stage = Stage(tmp_path, start_s=0.1)
+        stage = Stage(tmp_path, start_timeout_s=0.1)
         with pytest.raises(
             EngineDead, match=r"no worker for prefill and decode .* baton-prefill-one\.prefill\.generate"
         ):
@@ -158,9 +158,9 @@ def test_a_part_without_workers_is_an_illness_that_passes(tmp_path: Path) -> Non
         stage = Stage(tmp_path)
         async with stage.running():
             (worker,) = stage.runtime.endpoints["baton-decode-one.decode.generate"]
-            await worker.withdraw()
-            assert stage.router.health().state == "ill"
-            await worker.restore()
+            await worker.deregister()
+            assert stage.router.health().state == "unhealthy"
+            await worker.register()
             assert stage.router.health().ready
             assert 'baton_router_pool_instances{part="decode",pool="one"} 1.0' in await stage.router.metrics()
             assert stage.router.control() is None
@@ -174,12 +174,12 @@ def test_a_router_that_discovery_has_lost_ends_so_that_it_is_started_again(tmp_p
 
         async def lose() -> None:
             async with stage.running():
-                stage.endpoint("decode_generate").listed = False
+                stage.endpoint("decode_generate").registered = False
                 await asyncio.wait([stage.task])
 
         with pytest.raises(EngineDead, match="discovery has lost this router"):
             await lose()
-        assert stage.runtime.endpoints["baton.router.prefill_generate"][0].is_listed is False
+        assert stage.runtime.endpoints["baton.router.prefill_generate"][0].is_registered is False
 
     run_bounded(body())
 

@@ -52,10 +52,10 @@ def test_the_second_signal_insists_and_does_the_last_act_first() -> None:
 
 
 def test_a_process_that_is_stuck_says_where_and_ends() -> None:
-    code, _, errors = run("drain_s=0.2", "time.sleep(60)")
+    code, _, errors = run("drain_timeout_s=0.2", "time.sleep(60)")
     assert code == 1
     assert "in main" in errors
 
 
 def test_one_that_stops_in_time_ends_well() -> None:
-    assert run("drain_s=5", "await asyncio.sleep(0.1)") == (0, "stopping\n", "")
+    assert run("drain_timeout_s=5", "await asyncio.sleep(0.1)") == (0, "stopping\n", "")

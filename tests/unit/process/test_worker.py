@@ -101,7 +101,7 @@ def test_a_worker_serves_what_it_announces() -> None:
             assert house.worker.health().ready
             card = house.endpoint.card
             assert card is not None
-            assert (card.name, card.accepts, card.context_length) == ("echo", "tokens", 64)
+            assert (card.name, card.model_input, card.context_length) == ("echo", "tokens", 64)
             assert (card.total_blocks, card.max_running, card.block_size) == (32, 3, 16)
             replies = await house.call("hello")
             assert tokens_of(replies) == b"hello"
@@ -114,9 +114,9 @@ def test_a_worker_serves_what_it_announces() -> None:
 
 def test_a_worker_that_accepts_text_serves_text() -> None:
     async def body() -> None:
-        async with living(EchoEngine(), accepts="text") as house:
+        async with living(EchoEngine(), model_input="text") as house:
             assert house.endpoint.card is not None
-            assert house.endpoint.card.accepts == "text"
+            assert house.endpoint.card.model_input == "text"
             client = await house.client()
             replies = [reply async for reply in client.call({"model": "echo", "prompt": "hello"})]
             assert replies[0]["object"] == "text_completion"
@@ -141,7 +141,7 @@ def test_a_bad_request_never_harms_a_worker() -> None:
 
 def test_more_requests_than_the_limit_are_refused() -> None:
     async def body() -> None:
-        async with living(EchoEngine(EchoOptions(pace_ms=5)), max_in_flight=1, drain_s=0.01) as house:
+        async with living(EchoEngine(EchoOptions(pace_ms=5)), max_in_flight=1, drain_timeout_s=0.01) as house:
             async with aclosing((await house.client()).call({"token_ids": [1] * 1000})) as first:
                 await anext(first)
                 with pytest.raises(Overloaded):
@@ -209,7 +209,7 @@ class SlowEngine(ScriptedEngine):
 
 def test_a_start_that_takes_too_long_is_given_up() -> None:
     async def body() -> None:
-        house = House(SlowEngine(), start_s=0.05)
+        house = House(SlowEngine(), start_timeout_s=0.05)
         with pytest.raises(EngineDead, match="start took longer"):
             await house.run()
 
@@ -237,7 +237,7 @@ def test_requests_that_run_finish_when_the_worker_is_told_to_stop() -> None:
             answer = asyncio.create_task(house.call("a" * 60))
             await eventually(lambda: house.worker.gate.in_flight == 1)
             house.stop.set()
-            await eventually(lambda: not house.endpoint.listed)
+            await eventually(lambda: not house.endpoint.registered)
             assert not house.worker.health().ready
             with pytest.raises(PeerLost):
                 await house.call()
@@ -248,7 +248,7 @@ def test_requests_that_run_finish_when_the_worker_is_told_to_stop() -> None:
 
 def test_requests_that_take_too_long_move_elsewhere() -> None:
     async def body() -> None:
-        async with living(EchoEngine(EchoOptions(pace_ms=5)), drain_s=0.05) as house:
+        async with living(EchoEngine(EchoOptions(pace_ms=5)), drain_timeout_s=0.05) as house:
             answer = asyncio.create_task(house.call("a" * 10_000))
             await eventually(lambda: house.worker.gate.in_flight == 1)
             house.stop.set()
@@ -268,13 +268,13 @@ def test_a_worker_shows_signs_of_life_while_it_drains(tmp_path: Path, monkeypatc
                 except BlockingIOError:
                     return heard
 
-        async with living(EchoEngine(EchoOptions(pace_ms=5)), drain_s=0.5) as house:
+        async with living(EchoEngine(EchoOptions(pace_ms=5)), drain_timeout_s=0.5) as house:
             answer = asyncio.create_task(house.call("a" * 10_000))
             await eventually(lambda: house.worker.gate.in_flight == 1)
             await asyncio.sleep(0.1)
             assert beats() > 0
             house.stop.set()
-            await eventually(lambda: not house.endpoint.listed)
+            await eventually(lambda: not house.endpoint.registered)
             beats()
             await asyncio.sleep(0.2)
             assert beats() > 0
@@ -309,7 +309,7 @@ def test_a_dead_engine_fails_its_requests_and_ends_the_worker() -> None:
 
 def test_a_stalled_engine_fails_its_requests_so_that_they_move_and_ends_the_worker() -> None:
     async def body() -> None:
-        house = House(EchoEngine(EchoOptions(pace_ms=5, faults=True)), stall_s=0.2)
+        house = House(EchoEngine(EchoOptions(pace_ms=5, faults=True)), stall_timeout_s=0.2)
         ending = asyncio.create_task(last_words(house))
         await house.ready.wait()
         bystander = asyncio.create_task(house.call("a" * 10_000))
@@ -327,18 +327,18 @@ def test_a_stalled_engine_fails_its_requests_so_that_they_move_and_ends_the_work
 def test_a_failing_canary_takes_the_worker_out_and_brings_it_back() -> None:
     async def body() -> None:
         engine = ScriptedEngine(WELL)
-        async with living(engine, canary_s=0.01) as house:
+        async with living(engine, canary_interval_s=0.01) as house:
             await eventually(lambda: len(engine.submitted) > 3)
-            assert house.endpoint.listed
-            engine.scripts = [[EngineFailed("ill")]]
-            await eventually(lambda: not house.endpoint.listed)
+            assert house.endpoint.registered
+            engine.scripts = [[EngineFailed("failed")]]
+            await eventually(lambda: not house.endpoint.registered)
             assert not house.worker.health().ready
             assert house.metric("baton_healthy") == 0
             with pytest.raises(PeerLost):
                 await house.call()
             engine.scripts = [WELL]
             await eventually(lambda: house.worker.health().ready)
-            assert house.endpoint.listed
+            assert house.endpoint.registered
             assert tokens_of(await house.call()) == b"\x01"
 
     run_bounded(body())
@@ -347,10 +347,10 @@ def test_a_failing_canary_takes_the_worker_out_and_brings_it_back() -> None:
 def test_a_worker_whose_canary_never_recovers_ends() -> None:
     async def body() -> None:
         engine = ScriptedEngine(WELL)
-        house = House(engine, canary_s=0.01, stall_s=0.1)
+        house = House(engine, canary_interval_s=0.01, stall_timeout_s=0.1)
         ending = asyncio.create_task(last_words(house))
         await house.ready.wait()
-        engine.scripts = [[EngineFailed("ill")]]
+        engine.scripts = [[EngineFailed("failed")]]
         assert isinstance(await ending, EngineStalled)
 
     run_bounded(body())
@@ -358,11 +358,13 @@ def test_a_worker_whose_canary_never_recovers_ends() -> None:
 
 def test_probes_are_not_refused_by_a_full_worker() -> None:
     async def body() -> None:
-        async with living(EchoEngine(EchoOptions(pace_ms=1)), max_in_flight=1, canary_s=0.01, drain_s=0.01) as house:
+        async with living(
+            EchoEngine(EchoOptions(pace_ms=1)), max_in_flight=1, canary_interval_s=0.01, drain_timeout_s=0.01
+        ) as house:
             answer = asyncio.create_task(house.call("a" * 200))
             await eventually(lambda: house.worker.gate.in_flight == 1)
             await asyncio.sleep(0.1)
-            assert house.endpoint.listed
+            assert house.endpoint.registered
             assert tokens_of(await answer) == b"a" * 200
 
     run_bounded(body())
@@ -370,7 +372,7 @@ def test_probes_are_not_refused_by_a_full_worker() -> None:
 
 def test_an_engine_that_stalls_while_the_worker_drains_is_not_waited_for() -> None:
     async def body() -> None:
-        house = House(EchoEngine(EchoOptions(faults=True)), stall_s=0.2, drain_s=3600.0)
+        house = House(EchoEngine(EchoOptions(faults=True)), stall_timeout_s=0.2, drain_timeout_s=3600.0)
         ending = asyncio.create_task(last_words(house))
         await house.ready.wait()
         stuck = asyncio.create_task(house.call("[[stall]]"))
@@ -387,18 +389,18 @@ def test_a_worker_that_discovery_has_lost_ends_and_one_that_is_away_by_order_doe
     async def body() -> None:
         can = Capabilities(pause_modes=frozenset({"keep"}))
         engine = ScriptedEngine(WELL, capabilities=can, control=[PAUSED, CONTINUED])
-        house = House(engine, canary_s=0.05)
+        house = House(engine, canary_interval_s=0.05)
         running = asyncio.create_task(house.run())
         await house.ready.wait()
-        orders = house.worker.control()
-        assert orders is not None
-        assert (await orders.obey(Pause())).paused
-        assert not house.endpoint.is_listed
+        controller = house.worker.control()
+        assert controller is not None
+        assert (await controller.execute(Pause())).paused
+        assert not house.endpoint.is_registered
         await asyncio.sleep(0.3)
-        assert not (await orders.obey(Continue())).paused
+        assert not (await controller.execute(Continue())).paused
         await asyncio.sleep(0.3)
         assert not running.done()
-        house.endpoint.listed = False
+        house.endpoint.registered = False
         with pytest.raises(EngineDead, match="discovery has lost"):
             await running
 

@@ -19,7 +19,7 @@ from baton.errors import (
 )
 from baton.protocol.lifecycle import State
 from baton.request.gate import Gate
-from baton.request.tracker import Call, Desk, Limits
+from baton.request.tracker import RequestLimits, RequestTracker, TrackedRequest
 from baton.testing import RecordingObserver, eventually, run_bounded
 from baton.testing.memory_runtime import MemoryContext
 
@@ -27,35 +27,35 @@ from baton.testing.memory_runtime import MemoryContext
 class Office:
     """A desk with all that stands around it."""
 
-    def __init__(self, limit: int = 4, deadline_s: float = 600.0) -> None:
+    def __init__(self, limit: int = 4, request_timeout_s: float = 600.0) -> None:
         self.gate = Gate(limit)
         self.observer = RecordingObserver()
         self.fatal: list[BatonError] = []
-        limits = Limits(deadline_s=deadline_s)
-        self.desk = Desk(self.gate, limits, self.observer, "aggregated", self.fatal.append)
+        limits = RequestLimits(request_timeout_s=request_timeout_s)
+        self.tracker = RequestTracker(self.gate, limits, self.observer, "aggregated", self.fatal.append)
 
 
-def submit(call: Call) -> None:
-    call.lifecycle.advance(State.SUBMITTED)
+def submit(tracked: TrackedRequest) -> None:
+    tracked.lifecycle.advance(State.SUBMITTED)
 
 
-def stream(call: Call) -> None:
-    submit(call)
-    call.lifecycle.advance(State.STREAMING)
+def stream(tracked: TrackedRequest) -> None:
+    submit(tracked)
+    tracked.lifecycle.advance(State.STREAMING)
 
 
-def nothing(call: Call) -> None:
+def nothing(tracked: TrackedRequest) -> None:
     pass
 
 
 def test_a_request_that_went_well_is_completed_and_counted_out() -> None:
     async def body() -> None:
         office = Office()
-        with office.desk.open(MemoryContext("me"), 3) as call:
+        with office.tracker.track(MemoryContext("me"), 3) as tracked:
             assert office.gate.in_flight == 1
-            stream(call)
-            call.completion_tokens = 5
-            call.cached_tokens = 2
+            stream(tracked)
+            tracked.completion_tokens = 5
+            tracked.cached_tokens = 2
         assert office.gate.in_flight == 0
         [record] = office.observer.records
         assert record.request_id.startswith("me.")
@@ -89,14 +89,14 @@ def test_a_request_that_went_well_is_completed_and_counted_out() -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else getattr(value, "__name__", value),
 )
 def test_every_error_ends_in_its_state_and_is_raised_on(
-    error: BaseException, before: Callable[[Call], None], state: State
+    error: BaseException, before: Callable[[TrackedRequest], None], state: State
 ) -> None:
     async def body() -> None:
         office = Office()
 
         def request() -> None:
-            with office.desk.open(MemoryContext(), 1) as call:
-                before(call)
+            with office.tracker.track(MemoryContext(), 1) as tracked:
+                before(tracked)
                 raise error
 
         with pytest.raises(type(error)) as raised:
@@ -114,7 +114,7 @@ def test_only_errors_that_harm_the_worker_are_fatal() -> None:
     async def body() -> None:
         office = Office()
         for error in (EngineFailed("mine alone"), EngineDead("all of us")):
-            with pytest.raises(BatonError), office.desk.open(MemoryContext(), 1):
+            with pytest.raises(BatonError), office.tracker.track(MemoryContext(), 1):
                 raise error
         assert [error.code for error in office.fatal] == ["engine_dead"]
 
@@ -131,13 +131,13 @@ def test_a_request_that_the_gate_refuses_is_recorded_and_never_runs(
 ) -> None:
     async def body() -> None:
         office = Office(limit=1)
-        with office.desk.open(MemoryContext(), 1) as call:
+        with office.tracker.track(MemoryContext(), 1) as tracked:
             if close is not None:
                 close(office.gate)
-            with pytest.raises(error), office.desk.open(MemoryContext(), 1):
+            with pytest.raises(error), office.tracker.track(MemoryContext(), 1):
                 pytest.fail("it was let in")
             assert office.gate.in_flight == 1
-            stream(call)
+            stream(tracked)
         assert [record.state for record in office.observer.records] == [State.REFUSED, State.COMPLETED]
 
     run_bounded(body())
@@ -147,12 +147,12 @@ def test_a_client_that_leaves_fires_the_scope() -> None:
     async def body() -> None:
         office = Office()
         context = MemoryContext()
-        with office.desk.open(context, 1) as call:
-            call.scope.check()
+        with office.tracker.track(context, 1) as tracked:
+            tracked.scope.check()
             context.cancel()
             with pytest.raises(Cancelled):
-                call.scope.check()
-            stream(call)
+                tracked.scope.check()
+            stream(tracked)
 
     run_bounded(body())
 
@@ -162,33 +162,33 @@ def test_a_client_that_left_before_is_noticed_at_once() -> None:
         office = Office()
         context = MemoryContext()
         context.cancel()
-        with pytest.raises(Cancelled), office.desk.open(context, 1) as call:
-            call.scope.check()
+        with pytest.raises(Cancelled), office.tracker.track(context, 1) as tracked:
+            tracked.scope.check()
 
     run_bounded(body())
 
 
 def test_the_deadline_fires_the_scope() -> None:
     async def body() -> None:
-        office = Office(deadline_s=0.01)
-        with office.desk.open(MemoryContext(), 1) as call:
-            await eventually(lambda: call.scope.error is not None)
+        office = Office(request_timeout_s=0.01)
+        with office.tracker.track(MemoryContext(), 1) as tracked:
+            await eventually(lambda: tracked.scope.error is not None)
             with pytest.raises(DeadlineExceeded, match=r"0\.01 s"):
-                call.scope.check()
-            stream(call)
+                tracked.scope.check()
+            stream(tracked)
 
     run_bounded(body())
 
 
 def test_nothing_fires_after_the_end() -> None:
     async def body() -> None:
-        office = Office(deadline_s=0.02)
+        office = Office(request_timeout_s=0.02)
         context = MemoryContext()
-        with office.desk.open(context, 1) as call:
-            stream(call)
+        with office.tracker.track(context, 1) as tracked:
+            stream(tracked)
         context.cancel()
         await asyncio.sleep(0.04)
-        assert call.scope.error is None
+        assert tracked.scope.error is None
 
     run_bounded(body())
 
@@ -197,7 +197,7 @@ def test_two_attempts_of_one_request_have_two_ids() -> None:
     async def body() -> None:
         office = Office()
         context = MemoryContext("same")
-        with office.desk.open(context, 1) as first, office.desk.open(context, 1) as second:
+        with office.tracker.track(context, 1) as first, office.tracker.track(context, 1) as second:
             assert first.request_id != second.request_id
             stream(first)
             stream(second)
@@ -216,8 +216,8 @@ def test_two_attempts_of_one_request_have_two_ids() -> None:
 def test_the_record_carries_the_trace_id(header: str, trace_id: str | None) -> None:
     async def body() -> None:
         office = Office()
-        with office.desk.open(MemoryContext(trace_headers={"traceparent": header}), 1) as call:
-            stream(call)
+        with office.tracker.track(MemoryContext(trace_headers={"traceparent": header}), 1) as tracked:
+            stream(tracked)
         assert office.observer.records[0].trace_id == trace_id
 
     run_bounded(body())

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from baton.errors import BatonError
 from baton.ports.runtime import Context, Service, Wire
 from baton.request.gate import Gate
-from baton.request.tracker import Desk, Limits
+from baton.request.tracker import RequestLimits, RequestTracker
 from baton.router.forward import Forwarder
 from baton.router.grid import Axis, Grid
 from baton.router.metrics import RouterMetrics
@@ -53,15 +53,21 @@ class FakePool:
 class Fleet:
     """An aggregated router over pools by prompt length: bucket 0 goes to the first pool, bucket 1 to the second."""
 
-    def __init__(self, *names: str, deadline_s: float = 600.0) -> None:
+    def __init__(self, *names: str, request_timeout_s: float = 600.0) -> None:
         self.runtime = MemoryRuntime()
         self.pools = {name: FakePool(name) for name in names}
         self.endpoints: dict[str, MemoryEndpoint] = {}
         self.routes = Routes(self.runtime)
         self.metrics = RouterMetrics(self.routes.parts)
         self.observer = RecordingObserver()
-        desk = Desk(Gate(100), Limits(deadline_s=deadline_s), self.observer, "aggregated", lambda error: None)
-        self.forwarder = Forwarder(lambda: self.routes.part("aggregated"), desk, self.metrics)
+        tracker = RequestTracker(
+            Gate(100),
+            RequestLimits(request_timeout_s=request_timeout_s),
+            self.observer,
+            "aggregated",
+            lambda error: None,
+        )
+        self.forwarder = Forwarder(lambda: self.routes.part("aggregated"), tracker, self.metrics)
 
     def plan(self, retry: Retry = FASTER, queue_limit: int | None = None, adaptive: bool = False) -> Plan:
         """Return the plan: pools in the order of their names, the first the fastest."""

@@ -19,7 +19,7 @@ mode: disaggregated
 defaults: {ttft_ms: 500, itl_ms: 0}
 retry: {faster: false, others: true}
 adaptive: true
-settings: {transfer: {handoff: late}}
+settings: {kv: {handoff: late}}
 prefill:
   pools:
     - name: short
@@ -74,9 +74,9 @@ def refusal(tmp_path: Path, content: object, name: str = "pools.yaml") -> str:
 def changed(place: str, value: object) -> dict[str, Any]:
     """Return the small file with another value at `place`, keys and numbers with dots between."""
     tree = deepcopy(SMALL)
-    *way, last = [int(word) if word.isdigit() else word for word in place.split(".")]
+    *transport, last = [int(word) if word.isdigit() else word for word in place.split(".")]
     inner: Any = tree
-    for word in way:
+    for word in transport:
         inner = inner[word]
     if value is GONE:
         del inner[last]
@@ -111,7 +111,7 @@ def test_every_key_has_its_meaning(tmp_path: Path) -> None:
             adaptive=True,
         ),
         groups=(Group(part="prefill", pool="short", namespace="my-ns", count=2, settings={"torch": {"threads": 1}}),),
-        settings={"transfer": {"handoff": "late"}},
+        settings={"kv": {"handoff": "late"}},
     )
 
 

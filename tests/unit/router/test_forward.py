@@ -157,7 +157,7 @@ def test_d31_the_trace_goes_on_to_the_pool() -> None:
 
 def test_a_request_that_takes_too_long_is_ended_in_its_pool() -> None:
     async def body() -> None:
-        fleet = await Fleet("fast", "slow", deadline_s=0.05).open()
+        fleet = await Fleet("fast", "slow", request_timeout_s=0.05).open()
         fleet.pools["slow"].answer = [{"token_ids": [5], "index": 0}, asyncio.Event().wait]
         with pytest.raises(DeadlineExceeded):
             await fleet.ask(LONG)
@@ -170,12 +170,12 @@ def test_a_request_that_takes_too_long_is_ended_in_its_pool() -> None:
 def test_d31_a_pool_without_workers_is_passed_over() -> None:
     async def body() -> None:
         fleet = await Fleet("fast", "slow").open()
-        await fleet.endpoints["slow"].withdraw()
+        await fleet.endpoints["slow"].deregister()
         await fleet.ask(LONG)
         assert len(fleet.pools["fast"].requests) == 1
         assert fleet.metric("baton_router_skipped_total", pool="slow", reason="empty") == 1
         assert fleet.metric("baton_router_decisions_total", pool="fast", reason="fallback") == 1
-        await fleet.endpoints["fast"].withdraw()
+        await fleet.endpoints["fast"].deregister()
         with pytest.raises(PeerLost, match=r"slow \(no worker\), fast \(no worker\)"):
             await fleet.ask(LONG)
 

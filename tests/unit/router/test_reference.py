@@ -82,9 +82,9 @@ def older(content: dict[str, Any]) -> dict[str, Any]:
 
 def changed(content: dict[str, Any], place: str, value: object) -> dict[str, Any]:
     tree = deepcopy(content)
-    *way, last = [int(word) if word.isdigit() else word for word in place.split(".")]
+    *transport, last = [int(word) if word.isdigit() else word for word in place.split(".")]
     inner: Any = tree
-    for word in way:
+    for word in transport:
         inner = inner[word]
     if value is GONE:
         del inner[last]

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from baton.errors import PeerLost
 from baton.ports.transfer import KvMemory, KvShape
 from baton.protocol.handoff import Ticket
-from baton.transfer.nixl import NixlSource
-from baton.transfer.shm import SEALS, ShmSource
-from baton.transfer.tcp import TcpSource
+from baton.transfer.nixl import NixlServer
+from baton.transfer.shm import SEALS, ShmServer
+from baton.transfer.tcp import TcpServer
 from baton.transfer.wire import PREAMBLE_BYTES
 
 SHAPE = KvShape(model="tiny", dtype="bfloat16", layers=2, kv_heads=2, head_dim=8, block_size=4)
@@ -90,7 +90,7 @@ def expected(
 class Lent(msgspec.Struct, frozen=True):
     """How a lender is set up."""
 
-    way: str
+    transport: str
     seed: int = 1
     planes: int = 4
     blocks: int = 32
@@ -98,13 +98,13 @@ class Lent(msgspec.Struct, frozen=True):
     spare_bytes: int = 0
     lent: tuple[int, ...] | None = None  # None is every block
     checksum: bool = False
-    stall_s: float = 5.0
+    stall_timeout_s: float = 5.0
     host: str = "127.0.0.1"
     env: dict[str, str] = {}
     use_uvloop: bool = False
 
 
-class Lender:
+class Producer:
     """A lender in a process of its own, seen from here."""
 
     def __init__(self, process: "multiprocessing.process.BaseProcess", memory: KvMemory, told: dict[str, object]):
@@ -121,7 +121,7 @@ class Lender:
 
 
 @contextmanager
-def lender(setup: Lent) -> Iterator[Lender]:
+def producer(setup: Lent) -> Iterator[Producer]:
     """A lender that has been opened. It is gone afterwards."""
     ours, its = SPAWN.Pipe()
     process = SPAWN.Process(target=lend, args=(its, setup), daemon=True)
@@ -130,7 +130,7 @@ def lender(setup: Lent) -> Iterator[Lender]:
     try:
         assert ours.poll(PATIENCE_S), "the lender did not start"
         memory, told = ours.recv()
-        yield Lender(process, memory, told)
+        yield Producer(process, memory, told)
     finally:
         process.kill()
         process.join(PATIENCE_S)
@@ -153,14 +153,14 @@ def lend(told: Connection, setup: Lent) -> None:
 async def _lend(told: Connection, setup: Lent) -> None:
     cache = Cache(setup.seed, setup.planes, setup.blocks, setup.block_bytes, setup.spare_bytes)
     check = only(setup.lent)
-    if setup.way == "shm":
-        shared = ShmSource(cache.memory, check)
+    if setup.transport == "shm":
+        shared = ShmServer(cache.memory, check)
         told.send((cache.memory, await shared.open()))
-    elif setup.way == "nixl":
-        registered = NixlSource(cache.memory)
+    elif setup.transport == "nixl":
+        registered = NixlServer(cache.memory)
         told.send((cache.memory, await registered.open()))
     else:
-        source = TcpSource(cache.memory, check, setup.checksum, setup.stall_s)
+        source = TcpServer(cache.memory, check, setup.checksum, setup.stall_timeout_s)
         listener = listening(setup.host)
         told.send((cache.memory, await source.open() | {"host": setup.host, "port": listener.getsockname()[1]}))
         await serve_all(source, listener)
@@ -187,7 +187,7 @@ def listening(host: str) -> socket.socket:
     return listener
 
 
-async def serve_all(source: TcpSource, listener: socket.socket) -> None:
+async def serve_all(source: TcpServer, listener: socket.socket) -> None:
     """Give the source every connection, as the listener of a worker does."""
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
@@ -224,26 +224,26 @@ class Proxy:
     def _run(self) -> None:
         with suppress(OSError):
             while True:
-                borrower, _ = self._listener.accept()
+                consumer, _ = self._listener.accept()
                 lender_side = socket.create_connection(self._target)
-                self._sockets += [borrower, lender_side]
+                self._sockets += [consumer, lender_side]
                 for pump in (self._there, self._back):
-                    self._threads.append(threading.Thread(target=pump, args=(borrower, lender_side), daemon=True))
+                    self._threads.append(threading.Thread(target=pump, args=(consumer, lender_side), daemon=True))
                     self._threads[-1].start()
 
-    def _there(self, borrower: socket.socket, lender_side: socket.socket) -> None:
+    def _there(self, consumer: socket.socket, lender_side: socket.socket) -> None:
         with suppress(OSError):
-            while data := borrower.recv(65536):
+            while data := consumer.recv(65536):
                 lender_side.sendall(data)
             lender_side.shutdown(socket.SHUT_WR)
 
-    def _back(self, borrower: socket.socket, lender_side: socket.socket) -> None:
+    def _back(self, consumer: socket.socket, lender_side: socket.socket) -> None:
         passed = 0
         with suppress(OSError):
             while data := lender_side.recv(65536):
-                borrower.sendall(self._meddle(passed, data))
+                consumer.sendall(self._meddle(passed, data))
                 passed += len(data)
-            borrower.shutdown(socket.SHUT_WR)
+            consumer.shutdown(socket.SHUT_WR)
 
 
 @contextmanager

@@ -16,18 +16,18 @@ from baton.errors import PeerLost
 from baton.ports.transfer import KvMemory, Path
 from baton.protocol.handoff import Ticket
 from baton.testing.bounded import run_bounded
-from baton.transfer.nixl import NixlReach, NixlSource, available
+from baton.transfer.nixl import NixlClient, NixlServer, available
 from tests.unit.transfer.kv_caches import (
     PATIENCE_S,
     SHAPE,
     SPAWN,
     Cache,
-    Lender,
     Lent,
+    Producer,
     content,
     expected,
     holdings,
-    lender,
+    producer,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not available(), reason="nixl-cu12 is not installed")]
@@ -50,10 +50,10 @@ Scenario = Callable[[list[Peer]], Coroutine[Any, Any, None]]
 
 def play(scenario: Scenario, setup: Lent, lenders: int = 1) -> None:
     """Run `scenario` in a process of its own."""
-    opened = [lender(setup) for _ in range(lenders)]
+    opened = [producer(setup) for _ in range(lenders)]
     peers = [told.__enter__() for told in opened]
     ours, its = SPAWN.Pipe()
-    process = SPAWN.Process(target=borrow, args=(its, scenario, setup.env, [seen(peer) for peer in peers]), daemon=True)
+    process = SPAWN.Process(target=claim, args=(its, scenario, setup.env, [seen(peer) for peer in peers]), daemon=True)
     process.start()
     its.close()
     try:
@@ -67,12 +67,12 @@ def play(scenario: Scenario, setup: Lent, lenders: int = 1) -> None:
     assert not problem, problem
 
 
-def seen(peer: Lender) -> Peer:
+def seen(peer: Producer) -> Peer:
     assert peer.process.pid is not None
     return Peer(peer.process.pid, msgspec.structs.replace(peer.memory, descriptor=None), peer.details)
 
 
-def borrow(told: Connection, scenario: Scenario, env: dict[str, str], peers: list[Peer]) -> None:
+def claim(told: Connection, scenario: Scenario, env: dict[str, str], peers: list[Peer]) -> None:
     """The program of a borrower's process."""
     os.environ.update(env)
     try:
@@ -87,13 +87,13 @@ def borrow(told: Connection, scenario: Scenario, env: dict[str, str], peers: lis
 
 @asynccontextmanager
 async def reached(mine: Cache, peer: Peer, **options: float) -> AsyncIterator[Path]:
-    reach = NixlReach(mine.memory, **options)  # type: ignore[arg-type]
-    path = await reach.reach(TICKET, peer.memory, peer.details)
+    connect = NixlClient(mine.memory, **options)  # type: ignore[arg-type]
+    path = await connect.connect(TICKET, peer.memory, peer.details)
     try:
         yield path
     finally:
         path.close()
-        await reach.close()
+        await connect.close()
 
 
 def big_cache() -> Cache:
@@ -162,23 +162,23 @@ def test_what_is_longer_than_one_request_arrives_whole() -> None:
 async def refuses(peers: list[Peer]) -> None:
     peer, mine = peers[0], Cache(2)
     other = msgspec.structs.replace(peer.memory, shape=msgspec.structs.replace(SHAPE, kv_heads=3))
-    reach = NixlReach(mine.memory)
+    connect = NixlClient(mine.memory)
     with pytest.raises(PeerLost, match="kv_heads is 2 here and 3 there"):
-        await reach.reach(TICKET, other, peer.details)
+        await connect.connect(TICKET, other, peer.details)
     for details in ({}, {"agent": "a", "metadata": b"nonsense"}, peer.details | {"agent": "another"}):
         with pytest.raises(PeerLost):
-            await reach.reach(TICKET, peer.memory, details)
+            await connect.connect(TICKET, peer.memory, details)
     elsewhere = msgspec.structs.replace(peer.memory, address=peer.memory.address + peer.memory.nbytes)
-    path = await reach.reach(TICKET, elsewhere, peer.details)
+    path = await connect.connect(TICKET, elsewhere, peer.details)
     with pytest.raises(PeerLost):
         await path.fetch(TICKET, [0], [0])
     path.close()
     assert (mine.bytes == content(2, mine.bytes.size)).all()
-    path = await reach.reach(TICKET, peer.memory, peer.details)
+    path = await connect.connect(TICKET, peer.memory, peer.details)
     await path.fetch(TICKET, [0], [0])
     path.close()
-    await reach.close()
-    await reach.close()
+    await connect.close()
+    await connect.close()
 
 
 def test_what_does_not_fit_or_is_not_registered_is_refused() -> None:
@@ -187,7 +187,7 @@ def test_what_does_not_fit_or_is_not_registered_is_refused() -> None:
 
 async def survives_a_dead_lender(peers: list[Peer]) -> None:
     mine = big_cache()
-    async with reached(mine, peers[0], stall_s=2.0, connect_s=5.0) as path:
+    async with reached(mine, peers[0], stall_timeout_s=2.0, connect_timeout_s=5.0) as path:
         await path.fetch(TICKET, [0], [0])
         fetch = asyncio.create_task(path.fetch(TICKET, range(64), range(64)))
         await asyncio.sleep(0.002)
@@ -208,9 +208,9 @@ def test_a_dead_lender_is_a_lost_peer(env: dict[str, str]) -> None:
 
 async def gives_up_a_frozen_lender(peers: list[Peer]) -> None:
     mine = big_cache()
-    reach = NixlReach(mine.memory, stall_s=0.5)
-    frozen_path = await reach.reach(TICKET, peers[0].memory, peers[0].details)
-    other_path = await reach.reach(TICKET, peers[1].memory, peers[1].details)
+    connect = NixlClient(mine.memory, stall_timeout_s=0.5)
+    frozen_path = await connect.connect(TICKET, peers[0].memory, peers[0].details)
+    other_path = await connect.connect(TICKET, peers[1].memory, peers[1].details)
     await frozen_path.fetch(TICKET, [0], [0])
     await other_path.fetch(TICKET, [0], [0])
     os.kill(peers[0].pid, signal.SIGSTOP)
@@ -228,7 +228,7 @@ async def gives_up_a_frozen_lender(peers: list[Peer]) -> None:
     assert (mine.bytes == wanted.ravel()).all()
     frozen_path.close()
     other_path.close()
-    await reach.close()
+    await connect.close()
 
 
 def test_after_a_frozen_lender_is_given_up_nothing_of_it_is_written() -> None:
@@ -266,7 +266,7 @@ def test_after_a_cancelled_fetch_nothing_is_written_any_more(env: dict[str, str]
 
 async def cancels_a_frozen_fetch(peers: list[Peer]) -> None:
     mine = big_cache()
-    async with reached(mine, peers[0], stall_s=20.0) as path:
+    async with reached(mine, peers[0], stall_timeout_s=20.0) as path:
         await path.fetch(TICKET, [0], [0])
         os.kill(peers[0].pid, signal.SIGSTOP)
         mine.bytes[:] = 0
@@ -287,21 +287,21 @@ def test_a_cancelled_fetch_from_a_frozen_lender_ends() -> None:
 
 async def opens_and_closes(peers: list[Peer]) -> None:
     cache, mine = Cache(1), Cache(2)
-    source, reach = NixlSource(cache.memory), NixlReach(mine.memory)
+    source, connect = NixlServer(cache.memory), NixlClient(mine.memory)
     details = await source.open()
     assert await source.open() == details
-    path = await reach.reach(TICKET, cache.memory, details)
+    path = await connect.connect(TICKET, cache.memory, details)
     await path.fetch(TICKET, [3], [4])
     first = holdings()
     path.close()
     path.close()
     with pytest.raises(PeerLost, match="closed"):
         await path.fetch(TICKET, [3], [4])
-    await reach.close()
+    await connect.close()
     await source.close()
     await source.close()
     assert holdings()[1] < first[1]
-    again = NixlSource(cache.memory)
+    again = NixlServer(cache.memory)
     assert (await again.open())["agent"] != details["agent"]
     await again.close()
 

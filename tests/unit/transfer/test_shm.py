@@ -21,19 +21,19 @@ from baton.errors import PeerLost
 from baton.ports.transfer import KvMemory, Path
 from baton.protocol.handoff import Ticket
 from baton.testing.bounded import eventually, run_bounded
-from baton.transfer.shm import Answer, Knock, ShmReach, ShmSource
+from baton.transfer.shm import Answer, Knock, ShmClient, ShmServer
 from tests.unit.transfer.kv_caches import (
     ROOM,
     SECRET,
     SHAPE,
     Cache,
-    Lender,
     Lent,
+    Producer,
     content,
     expected,
     holdings,
-    lender,
     only,
+    producer,
     settled_holdings,
 )
 
@@ -42,16 +42,16 @@ BIG = Lent("shm", planes=2, blocks=64, block_bytes=1 << 20)
 
 
 @asynccontextmanager
-async def reached(mine: Cache, lent: Lender, ticket: Ticket = TICKET, threads: int = 2) -> AsyncIterator[Path]:
-    reach = ShmReach(mine.memory, threads=threads)
+async def reached(mine: Cache, lent: Producer, ticket: Ticket = TICKET, threads: int = 2) -> AsyncIterator[Path]:
+    connect = ShmClient(mine.memory, threads=threads)
     try:
-        path = await reach.reach(ticket, lent.memory, lent.details)
+        path = await connect.connect(ticket, lent.memory, lent.details)
         try:
             yield path
         finally:
             path.close()
     finally:
-        await reach.close()
+        await connect.close()
 
 
 def run_on_asyncio(main: Coroutine[Any, Any, None]) -> None:
@@ -71,24 +71,24 @@ def test_every_byte_arrives_and_no_other_changes(run: Callable[[Any], None], blo
     theirs = [0, 1, 2, 3, 31, 17, 16, 4, 5, 6]
     places = [10, 11, 12, 49, 48, 0, 1, 2, 3, 4]
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent) as path:
             await path.fetch(TICKET, theirs[:5], places[:5])
             await path.fetch(TICKET, theirs[5:], places[5:])
         assert (mine.bytes == expected(mine, before, lent.memory, 1, list(zip(theirs, places, strict=True)))).all()
 
-    with lender(setup) as lent:
+    with producer(setup) as lent:
         run(body(lent))
 
 
 @pytest.mark.parametrize("ticket", [{"secret": b"another"}, {"room": 8}])
 def test_without_the_secret_of_the_room_nothing_is_mapped(ticket: dict[str, Any]) -> None:
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         with pytest.raises(PeerLost, match="no such room"):
             async with reached(Cache(2), lent, msgspec.structs.replace(TICKET, **ticket)):
                 pass
 
-    with lender(Lent("shm")) as lent:
+    with producer(Lent("shm")) as lent:
         run_bounded(body(lent))
 
 
@@ -96,24 +96,24 @@ def test_without_the_secret_of_the_room_nothing_is_mapped(ticket: dict[str, Any]
 def test_blocks_that_are_not_there_are_refused(theirs: list[int], places: list[int]) -> None:
     mine = Cache(2)
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent) as path:
             with pytest.raises(PeerLost):
                 await path.fetch(TICKET, theirs, places)
 
-    with lender(Lent("shm")) as lent:
+    with producer(Lent("shm")) as lent:
         run_bounded(body(lent))
     assert (mine.bytes == content(2, mine.bytes.size)).all()
 
 
 def test_a_cache_of_another_shape_is_refused_by_name() -> None:
     async def body() -> None:
-        reach = ShmReach(Cache(2).memory)
+        connect = ShmClient(Cache(2).memory)
         other = msgspec.structs.replace(SHAPE, dtype="float32")
         theirs = msgspec.structs.replace(Cache(1).memory, shape=other)
         with pytest.raises(PeerLost, match="dtype is bfloat16 here and float32 there"):
-            await reach.reach(TICKET, theirs, {"socket": "nowhere"})
-        await reach.close()
+            await connect.connect(TICKET, theirs, {"socket": "nowhere"})
+        await connect.close()
 
     run_bounded(body())
 
@@ -121,10 +121,10 @@ def test_a_cache_of_another_shape_is_refused_by_name() -> None:
 @pytest.mark.parametrize("details", [{"socket": "baton-kv-nobody"}, {"socket": "a" * 200}, {"socket": 5}, {}])
 def test_a_name_that_nobody_listens_on_is_a_lost_peer(details: dict[str, object]) -> None:
     async def body() -> None:
-        reach = ShmReach(Cache(2).memory)
+        connect = ShmClient(Cache(2).memory)
         with pytest.raises(PeerLost):
-            await reach.reach(TICKET, Cache(1).memory, details)
-        await reach.close()
+            await connect.connect(TICKET, Cache(1).memory, details)
+        await connect.close()
 
     run_bounded(body())
 
@@ -132,7 +132,7 @@ def test_a_name_that_nobody_listens_on_is_a_lost_peer(details: dict[str, object]
 @pytest.mark.parametrize("changes", [{"descriptor": None}, {"device": "cuda:0"}])
 def test_only_a_cache_that_is_a_file_can_be_opened(changes: dict[str, Any]) -> None:
     cache = Cache(1)
-    source = ShmSource(msgspec.structs.replace(cache.memory, **changes), only(None))
+    source = ShmServer(msgspec.structs.replace(cache.memory, **changes), only(None))
     with pytest.raises(PeerLost):
         run_bounded(source.open())
 
@@ -140,7 +140,7 @@ def test_only_a_cache_that_is_a_file_can_be_opened(changes: dict[str, Any]) -> N
 def test_a_source_does_not_offer_a_file_that_may_shrink() -> None:
     cache = Cache(1, sealed=False)
     with pytest.raises(PeerLost, match="not sealed"):
-        run_bounded(ShmSource(cache.memory, only(None)).open())
+        run_bounded(ShmServer(cache.memory, only(None)).open())
 
 
 @asynccontextmanager
@@ -187,12 +187,12 @@ def test_a_borrower_maps_only_what_is_sealed_large_enough_and_a_file() -> None:
     ]
 
     async def body() -> None:
-        reach = ShmReach(Cache(2).memory)
+        connect = ShmClient(Cache(2).memory)
         for complaint, packet, descriptors, memory in cases:
             async with impostor(packet, descriptors) as name:
                 with pytest.raises(PeerLost, match=complaint):
-                    await reach.reach(TICKET, memory, {"socket": name})
-        await reach.close()
+                    await connect.connect(TICKET, memory, {"socket": name})
+        await connect.close()
 
     before = settled_holdings()
     run_bounded(body())
@@ -214,7 +214,7 @@ def test_what_is_passed_can_only_be_read() -> None:
     cache = Cache(1)
 
     async def body() -> None:
-        source = ShmSource(cache.memory, only(None))
+        source = ShmServer(cache.memory, only(None))
         name = str((await source.open())["socket"])
         packet = msgspec.msgpack.encode(Knock(ROOM, SECRET))
         _, (descriptor,) = await knocked(name, packet)
@@ -234,7 +234,7 @@ def test_a_source_survives_what_is_no_knock(packet: bytes) -> None:
     cache = Cache(1)
 
     async def body() -> None:
-        source = ShmSource(cache.memory, only(None), knock_s=0.5)
+        source = ShmServer(cache.memory, only(None), knock_s=0.5)
         name = str((await source.open())["socket"])
         if packet:
             answer, descriptors = await knocked(name, packet)
@@ -262,7 +262,7 @@ def test_another_user_gets_nothing() -> None:
     cache = Cache(1)
 
     async def body(user: int) -> str:
-        source = ShmSource(cache.memory, only(None))
+        source = ShmServer(cache.memory, only(None))
         name = str((await source.open())["socket"])
         packet = msgspec.msgpack.encode(Knock(ROOM, SECRET)).hex()
         done = await asyncio.to_thread(
@@ -287,7 +287,7 @@ def test_another_user_gets_nothing() -> None:
 def test_a_dead_lenders_memory_is_let_go() -> None:
     mine = Cache(2, name="baton-test-mine")
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent) as path:
             await path.fetch(TICKET, [0], [0])
             mapped = holdings()[2]
@@ -296,14 +296,14 @@ def test_a_dead_lenders_memory_is_let_go() -> None:
             with pytest.raises(PeerLost, match="gone"):
                 await path.fetch(TICKET, [0], [0])
 
-    with lender(Lent("shm")) as lent:
+    with producer(Lent("shm")) as lent:
         run_bounded(body(lent))
 
 
 def test_a_lender_that_dies_while_its_kv_is_copied_is_a_lost_peer() -> None:
     mine = Cache(2, planes=2, blocks=64, block_bytes=1 << 20, name="baton-test-mine")
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent) as path:
             mapped = holdings()[2]
             fetches = [asyncio.create_task(path.fetch(TICKET, range(64), range(64))) for _ in range(100)]
@@ -314,20 +314,20 @@ def test_a_lender_that_dies_while_its_kv_is_copied_is_a_lost_peer() -> None:
             assert all(end is None or isinstance(end, PeerLost) for end in ends)
             await eventually(lambda: holdings()[2] == mapped - 1)
 
-    with lender(BIG) as lent:
+    with producer(BIG) as lent:
         run_bounded(body(lent))
 
 
 def test_a_stopped_lender_is_waited_for_only_so_long() -> None:
-    async def body(lent: Lender) -> None:
-        reach = ShmReach(Cache(2).memory, connect_s=0.2)
+    async def body(lent: Producer) -> None:
+        connect = ShmClient(Cache(2).memory, connect_timeout_s=0.2)
         lent.signal(signal.SIGSTOP)
         with pytest.raises(PeerLost, match=r"not answered within 0\.2 s"):
-            await reach.reach(TICKET, lent.memory, lent.details)
+            await connect.connect(TICKET, lent.memory, lent.details)
         lent.signal(signal.SIGCONT)
-        await reach.close()
+        await connect.close()
 
-    with lender(Lent("shm")) as lent:
+    with producer(Lent("shm")) as lent:
         run_bounded(body(lent))
 
 
@@ -335,13 +335,13 @@ def test_a_stopped_lender_can_still_be_copied_from() -> None:
     mine = Cache(2)
     before = mine.bytes.copy()
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent) as path:
             lent.signal(signal.SIGSTOP)
             await path.fetch(TICKET, [3], [4])
         assert (mine.bytes == expected(mine, before, lent.memory, 1, [(3, 4)])).all()
 
-    with lender(Lent("shm")) as lent:
+    with producer(Lent("shm")) as lent:
         run_bounded(body(lent))
 
 
@@ -358,7 +358,7 @@ def test_after_a_cancelled_fetch_nothing_is_written_any_more() -> None:
     mine = Cache(2, planes=2, blocks=64, block_bytes=1 << 20)
     incomplete = 0
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         nonlocal incomplete
         whole = content(1, lent.memory.nbytes)
         async with reached(mine, lent, threads=1) as path:
@@ -379,7 +379,7 @@ def test_after_a_cancelled_fetch_nothing_is_written_any_more() -> None:
             await path.fetch(TICKET, range(64), range(64))
             assert (mine.bytes == whole).all()
 
-    with lender(BIG) as lent:
+    with producer(BIG) as lent:
         run_bounded(body(lent))
     assert incomplete, "no fetch was cancelled before its end: the test shows nothing"
 
@@ -387,7 +387,7 @@ def test_after_a_cancelled_fetch_nothing_is_written_any_more() -> None:
 def test_closing_a_path_stops_what_is_copied_and_unmaps() -> None:
     mine = Cache(2, planes=2, blocks=64, block_bytes=1 << 20, name="baton-test-mine")
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent) as path:
             mapped = holdings()[2]
             fetch = asyncio.create_task(path.fetch(TICKET, range(64), range(64)))
@@ -397,14 +397,14 @@ def test_closing_a_path_stops_what_is_copied_and_unmaps() -> None:
             await asyncio.gather(fetch, return_exceptions=True)
             await eventually(lambda: holdings()[2] == mapped - 1)
 
-    with lender(BIG) as lent:
+    with producer(BIG) as lent:
         run_bounded(body(lent))
 
 
 def test_nothing_is_left_of_two_hundred_fetches() -> None:
     mine = Cache(2, block_bytes=16 << 10, name="baton-test-mine")
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         outside = settled_holdings()
         async with reached(mine, lent) as path:
             await asyncio.gather(*(path.fetch(TICKET, range(32), range(32)) for _ in range(3)))
@@ -418,7 +418,7 @@ def test_nothing_is_left_of_two_hundred_fetches() -> None:
                 await path.fetch(TICKET, [1], [1])
         assert holdings() == outside
 
-    with lender(Lent("shm", block_bytes=16 << 10)) as lent:
+    with producer(Lent("shm", block_bytes=16 << 10)) as lent:
         run_bounded(body(lent))
 
 
@@ -427,10 +427,10 @@ def test_a_closed_source_tells_its_borrowers_and_holds_nothing() -> None:
 
     async def body() -> None:
         before = settled_holdings()
-        source, reach = ShmSource(cache.memory, only(None)), ShmReach(mine.memory)
+        source, connect = ShmServer(cache.memory, only(None)), ShmClient(mine.memory)
         details = await source.open()
         assert await source.open() == details
-        path = await reach.reach(TICKET, cache.memory, details)
+        path = await connect.connect(TICKET, cache.memory, details)
         await path.fetch(TICKET, [0], [0])
         await source.close()
         await source.close()
@@ -438,7 +438,7 @@ def test_a_closed_source_tells_its_borrowers_and_holds_nothing() -> None:
         with pytest.raises(PeerLost):
             await path.fetch(TICKET, [0], [0])
         path.close()
-        await reach.close()
+        await connect.close()
         assert holdings() == before
 
     run_bounded(body())

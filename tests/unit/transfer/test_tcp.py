@@ -19,21 +19,21 @@ from baton.protocol.handoff import Ticket
 from baton.testing.bounded import eventually, run_bounded
 from baton.transfer.block_copy import Spans
 from baton.transfer.sockets import TURN_BYTES, receive_spans
-from baton.transfer.tcp import ANSWER_HEAD, REQUEST_HEAD, Request, TcpReach, TcpSource
+from baton.transfer.tcp import ANSWER_HEAD, REQUEST_HEAD, Request, TcpClient, TcpServer
 from baton.transfer.wire import DATA
 from tests.unit.transfer.kv_caches import (
     ROOM,
     SECRET,
     SHAPE,
     Cache,
-    Lender,
     Lent,
+    Producer,
     content,
     expected,
     holdings,
-    lender,
     listening,
     only,
+    producer,
     proxy,
     serve_all,
     settled_holdings,
@@ -49,15 +49,15 @@ def big_cache(seed: int = 2) -> Cache:
 
 @asynccontextmanager
 async def reached(
-    mine: Cache, lent: Lender, ticket: Ticket | None = None, checksum: bool = False, stall_s: float = 5.0
+    mine: Cache, lent: Producer, ticket: Ticket | None = None, checksum: bool = False, stall_timeout_s: float = 5.0
 ) -> AsyncIterator[Path]:
-    reach = TcpReach(mine.memory, checksum, stall_s=stall_s)
-    path = await reach.reach(ticket or lent.ticket, lent.memory, lent.details)
+    connect = TcpClient(mine.memory, checksum, stall_timeout_s=stall_timeout_s)
+    path = await connect.connect(ticket or lent.ticket, lent.memory, lent.details)
     try:
         yield path
     finally:
         path.close()
-        await reach.close()
+        await connect.close()
 
 
 def run_on_asyncio(main: Coroutine[Any, Any, None]) -> None:
@@ -81,13 +81,13 @@ def test_every_byte_arrives_and_no_other_changes(
     theirs = [0, 1, 2, 3, 31, 17, 16, 4, 5, 6]
     places = [10, 11, 12, 49, 48, 0, 1, 2, 3, 4]
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent, checksum=checksum) as path:
             both = (path.fetch(lent.ticket, theirs[:5], places[:5]), path.fetch(lent.ticket, theirs[5:], places[5:]))
             await asyncio.gather(*both)
         assert (mine.bytes == expected(mine, before, lent.memory, 1, list(zip(theirs, places, strict=True)))).all()
 
-    with lender(setup) as lent:
+    with producer(setup) as lent:
         run(body(lent))
 
 
@@ -96,13 +96,13 @@ def test_more_scattered_spans_than_one_call_takes() -> None:
     mine = Cache(2, planes=8, blocks=1000, block_bytes=64)
     theirs, places = (np.random.default_rng(seed).permutation(1000).tolist() for seed in (3, 4))
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent) as path:
             await path.fetch(lent.ticket, theirs, places)
         wanted = expected(mine, mine.bytes, lent.memory, 1, list(zip(theirs, places, strict=True)))
         assert (mine.bytes == wanted).all()
 
-    with lender(setup) as lent:
+    with producer(setup) as lent:
         run_bounded(body(lent))
 
 
@@ -136,26 +136,26 @@ def test_one_turn_of_the_event_loop_moves_a_bounded_part() -> None:
 
 @pytest.mark.parametrize("ticket", [{"secret": b"another"}, {"room": 8}])
 def test_without_the_secret_of_the_room_there_is_no_path(ticket: dict[str, Any]) -> None:
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         with pytest.raises(PeerLost, match="no such room"):
             async with reached(Cache(2), lent, msgspec.structs.replace(lent.ticket, **ticket)):
                 pass
 
-    with lender(Lent("tcp")) as lent:
+    with producer(Lent("tcp")) as lent:
         run_bounded(body(lent))
 
 
 def test_each_fetch_proves_its_own_secret() -> None:
     mine = Cache(2)
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent) as path:
             with pytest.raises(PeerLost, match="no such room"):
                 await path.fetch(msgspec.structs.replace(lent.ticket, secret=b"another"), [0], [0])
             assert (mine.bytes == content(2, mine.bytes.size)).all()
             await path.fetch(lent.ticket, [0], [0])
 
-    with lender(Lent("tcp")) as lent:
+    with producer(Lent("tcp")) as lent:
         run_bounded(body(lent))
 
 
@@ -163,7 +163,7 @@ def test_blocks_that_are_not_lent_are_not_sent() -> None:
     mine = Cache(2)
     before = mine.bytes.copy()
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent) as path:
             with pytest.raises(PeerLost, match="not all of these blocks are lent"):
                 await path.fetch(lent.ticket, [3, 5], [0, 1])
@@ -171,7 +171,7 @@ def test_blocks_that_are_not_lent_are_not_sent() -> None:
             await path.fetch(lent.ticket, [3, 4], [0, 1])
         assert (mine.bytes == expected(mine, before, lent.memory, 1, [(3, 0), (4, 1)])).all()
 
-    with lender(Lent("tcp", lent=(3, 4))) as lent:
+    with producer(Lent("tcp", lent=(3, 4))) as lent:
         run_bounded(body(lent))
 
 
@@ -179,25 +179,27 @@ def test_blocks_that_are_not_lent_are_not_sent() -> None:
 def test_blocks_that_are_not_there_are_not_asked_for(theirs: list[int], places: list[int]) -> None:
     mine = Cache(2)
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         async with reached(mine, lent) as path:
             with pytest.raises(PeerLost):
                 await path.fetch(lent.ticket, theirs, places)
 
-    with lender(Lent("tcp")) as lent:
+    with producer(Lent("tcp")) as lent:
         run_bounded(body(lent))
     assert (mine.bytes == content(2, mine.bytes.size)).all()
 
 
 def test_caches_that_do_not_fit_are_refused_by_name() -> None:
     async def body() -> None:
-        reach = TcpReach(Cache(2).memory)
+        connect = TcpClient(Cache(2).memory)
         ticket = Ticket(host="127.0.0.1", port=1, room=ROOM, secret=SECRET)
         theirs = msgspec.structs.replace(Cache(1).memory, shape=msgspec.structs.replace(SHAPE, layers=3))
         with pytest.raises(PeerLost, match="layers is 2 here and 3 there"):
-            await reach.reach(ticket, theirs, {})
+            await connect.connect(ticket, theirs, {})
         with pytest.raises(PeerLost, match="cuda"):
-            await TcpReach(msgspec.structs.replace(Cache(2).memory, device="cuda")).reach(ticket, Cache(1).memory, {})
+            await TcpClient(msgspec.structs.replace(Cache(2).memory, device="cuda")).connect(
+                ticket, Cache(1).memory, {}
+            )
 
     run_bounded(body())
 
@@ -205,10 +207,10 @@ def test_caches_that_do_not_fit_are_refused_by_name() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "no-such-host.invalid"])
 def test_a_lender_that_nobody_is_at_is_a_lost_peer(host: str) -> None:
     async def body() -> None:
-        reach = TcpReach(Cache(2).memory, connect_s=2.0)
+        connect = TcpClient(Cache(2).memory, connect_timeout_s=2.0)
         ticket = Ticket(host=host, port=1, room=ROOM, secret=SECRET)
         with pytest.raises(PeerLost, match="cannot be reached"):
-            await reach.reach(ticket, Cache(1).memory, {"checksum": False})
+            await connect.connect(ticket, Cache(1).memory, {"checksum": False})
 
     run_bounded(body())
 
@@ -225,7 +227,7 @@ def test_with_checksums_a_changed_byte_is_noticed(by_lender: bool, by_borrower: 
             return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         return data
 
-    async def body(lent: Lender, port: int) -> None:
+    async def body(lent: Producer, port: int) -> None:
         nonlocal spoilt
         ticket = msgspec.structs.replace(lent.ticket, port=port)
         async with reached(mine, lent, ticket, checksum=by_borrower) as path:
@@ -236,7 +238,7 @@ def test_with_checksums_a_changed_byte_is_noticed(by_lender: bool, by_borrower: 
             assert (mine.bytes == content(1, mine.bytes.size)).all()
 
     setup = Lent("tcp", block_bytes=4096, checksum=by_lender)
-    with lender(setup) as lent, proxy((lent.host, lent.port), meddle) as between:
+    with producer(setup) as lent, proxy((lent.host, lent.port), meddle) as between:
         run_bounded(body(lent, between.port))
 
 
@@ -244,9 +246,9 @@ def test_with_checksums_a_changed_byte_is_noticed(by_lender: bool, by_borrower: 
 def test_a_lender_that_dies_or_freezes_in_the_middle_is_a_lost_peer(number: int) -> None:
     mine = big_cache()
 
-    async def body(lent: Lender, port: int) -> None:
+    async def body(lent: Producer, port: int) -> None:
         ticket = msgspec.structs.replace(lent.ticket, port=port)
-        async with reached(mine, lent, ticket, stall_s=0.5) as path:
+        async with reached(mine, lent, ticket, stall_timeout_s=0.5) as path:
             with pytest.raises(PeerLost):
                 await path.fetch(ticket, range(64), range(64))
             frozen = mine.bytes.copy()
@@ -256,7 +258,7 @@ def test_a_lender_that_dies_or_freezes_in_the_middle_is_a_lost_peer(number: int)
             await asyncio.sleep(0.1)
             assert (mine.bytes == frozen).all()
 
-    with lender(BIG) as lent:
+    with producer(BIG) as lent:
 
         def meddle(passed: int, data: bytes) -> bytes:
             if passed <= 1 << 20 < passed + len(data):
@@ -268,13 +270,13 @@ def test_a_lender_that_dies_or_freezes_in_the_middle_is_a_lost_peer(number: int)
 
 
 def test_a_lender_that_never_answers_is_a_lost_peer() -> None:
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         lent.signal(signal.SIGSTOP)
         with pytest.raises(PeerLost, match=r"not moved a byte for 0\.2 s"):
-            async with reached(Cache(2), lent, stall_s=0.2):
+            async with reached(Cache(2), lent, stall_timeout_s=0.2):
                 pass
 
-    with lender(Lent("tcp")) as lent:
+    with producer(Lent("tcp")) as lent:
         run_bounded(body(lent))
 
 
@@ -282,7 +284,7 @@ def test_after_a_cancelled_fetch_nothing_is_written_and_the_next_one_connects_an
     mine = big_cache()
     incomplete = 0
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         nonlocal incomplete
         whole = content(1, lent.memory.nbytes)
         async with reached(mine, lent) as path:
@@ -300,7 +302,7 @@ def test_after_a_cancelled_fetch_nothing_is_written_and_the_next_one_connects_an
             await path.fetch(lent.ticket, range(64), range(64))
             assert (mine.bytes == whole).all()
 
-    with lender(BIG) as lent:
+    with producer(BIG) as lent:
         run_bounded(body(lent))
     assert incomplete, "no fetch was cancelled before its end: the test shows nothing"
 
@@ -308,7 +310,7 @@ def test_after_a_cancelled_fetch_nothing_is_written_and_the_next_one_connects_an
 def test_nothing_is_left_of_two_hundred_fetches() -> None:
     mine = Cache(2)
 
-    async def body(lent: Lender) -> None:
+    async def body(lent: Producer) -> None:
         outside = settled_holdings()
         async with reached(mine, lent) as path:
             inside = holdings()
@@ -317,12 +319,12 @@ def test_nothing_is_left_of_two_hundred_fetches() -> None:
             assert holdings() == inside
         assert holdings() == outside
 
-    with lender(Lent("tcp")) as lent:
+    with producer(Lent("tcp")) as lent:
         run_bounded(body(lent))
 
 
 @asynccontextmanager
-async def served(source: TcpSource) -> AsyncIterator[int]:
+async def served(source: TcpServer) -> AsyncIterator[int]:
     """A source in this process; yields its port."""
     listener = listening("127.0.0.1")
     task = asyncio.create_task(serve_all(source, listener))
@@ -365,7 +367,7 @@ def test_a_borrower_that_does_not_read_is_given_up() -> None:
     cache = big_cache(1)
 
     async def body() -> None:
-        source = TcpSource(cache.memory, only(None), stall_s=0.3)
+        source = TcpServer(cache.memory, only(None), stall_timeout_s=0.3)
         async with served(source) as port:
             connection = await greeted(port)
             connection.send(framed(Request(ROOM, SECRET, blocks_as_bytes(*range(64)), False)))
@@ -390,7 +392,7 @@ def test_who_says_nothing_or_nonsense_is_left(sent: bytes) -> None:
     cache = Cache(1)
 
     async def body() -> None:
-        async with served(TcpSource(cache.memory, only(None), stall_s=0.2)) as port:
+        async with served(TcpServer(cache.memory, only(None), stall_timeout_s=0.2)) as port:
             connection = await greeted(port)
             connection.send(sent)
             assert await drained(connection) == 0
@@ -403,9 +405,9 @@ def test_who_has_proved_a_secret_may_be_silent_for_long() -> None:
     cache, mine = Cache(1), Cache(2)
 
     async def body() -> None:
-        async with served(TcpSource(cache.memory, only(None), stall_s=0.1)) as port:
+        async with served(TcpServer(cache.memory, only(None), stall_timeout_s=0.1)) as port:
             ticket = Ticket(host="127.0.0.1", port=port, room=ROOM, secret=SECRET)
-            path = await TcpReach(mine.memory).reach(ticket, cache.memory, {})
+            path = await TcpClient(mine.memory).connect(ticket, cache.memory, {})
             before = os.listdir("/proc/self/fd")
             await asyncio.sleep(0.5)
             await path.fetch(ticket, [0], [0])
@@ -420,7 +422,7 @@ def test_a_source_itself_refuses_blocks_that_are_not_there(blocks: bytes) -> Non
     cache = Cache(1)
 
     async def body() -> None:
-        async with served(TcpSource(cache.memory, only(None))) as port:
+        async with served(TcpServer(cache.memory, only(None))) as port:
             connection = await greeted(port)
             connection.send(framed(Request(ROOM, SECRET, blocks, False)))
             answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 5000), 10)
@@ -441,10 +443,10 @@ def test_who_is_refused_is_left(reason: str) -> None:
     cache = Cache(1)
 
     async def body() -> None:
-        async with served(TcpSource(cache.memory, refuse)) as port:
+        async with served(TcpServer(cache.memory, refuse)) as port:
             ticket = Ticket(host="127.0.0.1", port=port, room=ROOM, secret=SECRET)
             with pytest.raises(PeerLost):
-                await TcpReach(Cache(2).memory).reach(ticket, cache.memory, {})
+                await TcpClient(Cache(2).memory).connect(ticket, cache.memory, {})
             connection = await greeted(port)
             connection.send(framed(Request(ROOM, SECRET, b"", False)))
             assert await drained(connection) == ANSWER_HEAD.size + len(reason or "refused")
@@ -458,7 +460,7 @@ def test_closing_a_source_ends_its_connections() -> None:
 
     async def body() -> None:
         before = settled_holdings()[0]
-        source = TcpSource(cache.memory, only(None))
+        source = TcpServer(cache.memory, only(None))
         async with served(source) as port:
             idle, busy = await greeted(port), await greeted(port)
             busy.send(framed(Request(ROOM, SECRET, blocks_as_bytes(*range(64)), False)))
@@ -477,4 +479,4 @@ def test_closing_a_source_ends_its_connections() -> None:
 def test_a_source_of_gpu_memory_is_refused() -> None:
     memory = msgspec.structs.replace(Cache(1).memory, device="cuda:0")
     with pytest.raises(PeerLost, match="cuda:0"):
-        run_bounded(TcpSource(memory, only(None)).open())
+        run_bounded(TcpServer(memory, only(None)).open())

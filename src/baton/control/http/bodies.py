@@ -6,7 +6,7 @@ from aiohttp import web
 from baton.control.http.replies import BadBody, field_of
 from baton.control.http.route_table import Route
 from baton.errors import InvalidRequest
-from baton.protocol.commands import Verb
+from baton.protocol.commands import Command
 
 
 class TooLarge(InvalidRequest):
@@ -16,7 +16,7 @@ class TooLarge(InvalidRequest):
     status = 413
 
 
-async def read_verb(request: web.Request, route: Route, kind: type[Verb]) -> Verb:
+async def read_verb(request: web.Request, route: Route, kind: type[Command]) -> Command:
     """Return the verb that the body of `request` describes; no body at all is an empty one.
 
     Raises TooLarge, InvalidRequest (not JSON) or BadBody (not this verb).

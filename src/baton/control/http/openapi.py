@@ -7,7 +7,7 @@ import msgspec
 
 from baton.control.http.route_table import PREFIX, ROUTES, Route
 from baton.control.http.shapes import ProblemReply
-from baton.protocol.commands import Verb
+from baton.protocol.commands import Command
 
 Json = dict[str, object]
 
@@ -26,7 +26,7 @@ _REFUSALS = {
 
 def document(version: str) -> Json:
     """Return the OpenAPI 3.1 document of `/control/`, for a Baton of `version`."""
-    types = [kind for route in ROUTES for kind in (route.verb, route.reply) if kind is not None]
+    types = [kind for route in ROUTES for kind in (route.command, route.reply) if kind is not None]
     _, schemas = msgspec.json.schema_components([*types, ProblemReply], ref_template="#/components/schemas/{name}")
     for name, schema in schemas.items():
         _tidy(name, schema)
@@ -54,9 +54,9 @@ def _operation(route: Route) -> Json:
             **{status: {"description": text, "content": _json(ProblemReply)} for status, text in _REFUSALS.items()},
         },
     }
-    if route.method == "POST" and route.verb is not None:
-        needed = any(field.required for field in msgspec.structs.fields(route.verb))
-        operation["requestBody"] = {"required": needed, "content": _json(route.verb)}
+    if route.method == "POST" and route.command is not None:
+        needed = any(field.required for field in msgspec.structs.fields(route.command))
+        operation["requestBody"] = {"required": needed, "content": _json(route.command)}
     return operation
 
 
@@ -64,7 +64,7 @@ def _json(kind: type[msgspec.Struct]) -> Json:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
 
 
-_VERBS = {kind.__name__ for kind in get_args(Verb)}
+_VERBS = {kind.__name__ for kind in get_args(Command)}
 
 
 def _tidy(name: str, schema: Json) -> None:

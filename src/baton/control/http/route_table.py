@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from baton.ports.control import Status
 from baton.protocol.commands import (
     ClearCache,
+    Command,
     Continue,
     DumpExpertRecord,
     JoinGroup,
@@ -25,7 +26,6 @@ from baton.protocol.commands import (
     StopProfile,
     UnloadLora,
     UpdateWeights,
-    Verb,
 )
 
 PREFIX = "/control/"
@@ -39,7 +39,7 @@ class Route(NamedTuple):
 
     path: str
     method: Literal["GET", "POST"]
-    verb: type[Verb] | None
+    command: type[Command] | None
     reply: type[Outcome] | type[Status] = Outcome
     about: str = ""
     body_bytes: int = BODY_BYTES
@@ -47,7 +47,7 @@ class Route(NamedTuple):
     @property
     def summary(self) -> str:
         """What it is for, in one sentence: the first of its verb."""
-        text = " ".join((inspect.getdoc(self.verb) or "").split()) if self.verb is not None else self.about
+        text = " ".join((inspect.getdoc(self.command) or "").split()) if self.command is not None else self.about
         return text.split(". ")[0].rstrip(".")
 
 

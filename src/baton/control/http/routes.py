@@ -25,7 +25,7 @@ class Operated(Protocol):
     def control(self) -> Control | None:
         """Return what takes orders, None before it does. Raises Unsupported if it never will."""
 
-    def count_order(self, verb: str, outcome: str, seconds: float) -> None:
+    def count_command(self, command: str, outcome: str, seconds: float) -> None:
         """Count a call: its verb, how it ended ("ok" or the code of its error), and how long it took."""
 
 
@@ -70,12 +70,12 @@ class ControlRoutes:
         response, outcome, message = await answered(request, self._admitting(handler))
         seconds = time.monotonic() - started
         route = self._routes.get((request.method, request.path))
-        verb = route.path if route is not None else "unknown"
+        command = route.path if route is not None else "unknown"
         level = logging.INFO if outcome == OK else logging.WARNING
         told = f"{outcome}: {message}" if message else outcome
-        log.log(level, "control: %s from %s in %.3f s: %s", verb, request.remote, seconds, told)
+        log.log(level, "control: %s from %s in %.3f s: %s", command, request.remote, seconds, told)
         if (operated := self._operated()) is not None:
-            operated.count_order(verb, outcome, seconds)
+            operated.count_command(command, outcome, seconds)
         if response.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
         return response
@@ -98,8 +98,8 @@ class ControlRoutes:
     def _handler(self, route: Route) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             control = self._control()
-            if route.verb is not None:
-                return answer(await control.obey(await read_verb(request, route, route.verb)))
+            if route.command is not None:
+                return answer(await control.execute(await read_verb(request, route, route.command)))
             status = control.status()
             if route.reply is not Outcome:
                 return answer(status)

@@ -42,10 +42,10 @@ class Subject(Operated, Protocol):
 class SystemServer:
     """Listens from `start` to `aclose`. Until there is a subject it is "starting"."""
 
-    def __init__(self, host: str, port: int, *, takes_orders: bool, token: str = "") -> None:
+    def __init__(self, host: str, port: int, *, accepts_commands: bool, token: str = "") -> None:
         self._host = host
         self._port = port
-        self._control = ControlRoutes(token, lambda: self.subject) if takes_orders else None
+        self._control = ControlRoutes(token, lambda: self.subject) if accepts_commands else None
         self._runner: web.AppRunner | None = None
         self.subject: Subject | None = None
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-State = Literal["starting", "serving", "paused", "ill", "draining"]
+State = Literal["starting", "serving", "paused", "unhealthy", "draining"]
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from baton.engines.echo.pictures import see, with_pictures
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvRemoved, KvStored, LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import FinishReason, Logprobs, TopLogprob
@@ -206,7 +206,7 @@ class EchoEngine:
         self._steps += 1
         return encoded
 
-    async def control(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """See `Engine.control`."""
         raise Unsupported("the echo engine has nothing to control")
 

@@ -36,7 +36,7 @@ from baton.engines.sglang.server_args import check_arguments, make_server_args
 from baton.engines.sglang.warmup import warm_up
 from baton.errors import BatonError, ConfigError, ContextTooLong, EngineDead, InvalidRequest, Unsupported
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Produce
 from baton.protocol.ids import RequestId
@@ -99,11 +99,11 @@ class SglangEngine:
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
         try:
-            async with asyncio.timeout(self._options.start_s):
+            async with asyncio.timeout(self._options.start_timeout_s):
                 engine, sockets = await self._start_processes()
                 return await self._take_over(engine, sockets)
         except TimeoutError:
-            raise EngineDead(f"SGLang did not start within {self._options.start_s:g} s") from None
+            raise EngineDead(f"SGLang did not start within {self._options.start_timeout_s:g} s") from None
 
     def submit(self, work: Work) -> OutputStream:
         """See `Engine.submit`."""
@@ -130,19 +130,19 @@ class SglangEngine:
         """See `Engine.encode`."""
         raise Unsupported("the SGLang engine encodes media with the prompt that has them, not for others")
 
-    async def control(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """See `Engine.control`."""
         self._alive()
         assert self._controls is not None
         controls = self._controls
 
-        async def obey() -> Outcome:
+        async def execute() -> Outcome:
             async with self._ordering:
                 self._alive()
-                return await self._or_death(controls.obey(verb))
+                return await self._or_death(controls.execute(command))
 
         # What has begun is seen through, whoever still waits for it.
-        return await asyncio.shield(asyncio.create_task(obey()))
+        return await asyncio.shield(asyncio.create_task(execute()))
 
     def metrics(self) -> str:
         """See `Engine.metrics`."""

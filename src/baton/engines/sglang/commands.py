@@ -13,11 +13,12 @@ from baton.engines.sglang.loras import Loras
 from baton.engines.sglang.pause import Holding
 from baton.engines.sglang.records import Records
 from baton.engines.sglang.requests import Requests
-from baton.engines.sglang.weight_commands import WeightOrders
+from baton.engines.sglang.weight_commands import WeightCommands
 from baton.errors import Unsupported
 from baton.ports.engine import Capabilities
 from baton.protocol.commands import (
     ClearCache,
+    Command,
     Continue,
     JoinGroup,
     LeaveGroup,
@@ -30,7 +31,6 @@ from baton.protocol.commands import (
     SetWeightVersion,
     UnloadLora,
     UpdateWeights,
-    Verb,
 )
 
 
@@ -43,21 +43,21 @@ class Controls:
         device = str(values["device"])
         self._can = can
         self._holding = Holding(manager, requests, "retract" in can.pause_modes)
-        self._weights = WeightOrders(manager, self._holding, model_dir, int(values["tp_size"]), device)
+        self._weights = WeightCommands(manager, self._holding, model_dir, int(values["tp_size"]), device)
         self._records = Records(manager, device)
         self._loras = Loras(manager)
 
-    async def obey(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """See `Engine.control`."""
-        refuse_unsupported(verb, self._can)
-        if isinstance(verb, Pause) and verb.mode not in self._can.pause_modes:
-            raise Unsupported(f"mode: SGLang does not {verb.mode} by itself")
-        match verb:
+        refuse_unsupported(command, self._can)
+        if isinstance(command, Pause) and command.mode not in self._can.pause_modes:
+            raise Unsupported(f"mode: SGLang does not {command.mode} by itself")
+        match command:
             case Pause() | Continue() | ClearCache() | ReleaseMemory() | ResumeMemory():
-                return await self._holding.obey(verb)
+                return await self._holding.execute(command)
             case UpdateWeights() | SetWeightVersion() | JoinGroup() | LeaveGroup():
-                return await self._weights.obey(verb)
+                return await self._weights.execute(command)
             case LoadLora() | UnloadLora() | ListLoras():
-                return await self._loras.obey(verb)
+                return await self._loras.execute(command)
             case _:
-                return await self._records.obey(verb)
+                return await self._records.execute(command)

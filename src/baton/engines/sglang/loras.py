@@ -14,15 +14,15 @@ class Loras:
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
 
-    async def obey(self, verb: LoadLora | UnloadLora | ListLoras) -> Outcome:
+    async def execute(self, command: LoadLora | UnloadLora | ListLoras) -> Outcome:
         """See `Engine.control`."""
-        match verb:
+        match command:
             case LoadLora():
-                await self._load(verb.name, Path(verb.path))
-                message = f"loaded {verb.name}"
+                await self._load(command.name, Path(command.path))
+                message = f"loaded {command.name}"
             case UnloadLora():
-                await self._unload(verb.name)
-                message = f"unloaded {verb.name}"
+                await self._unload(command.name)
+                message = f"unloaded {command.name}"
             case ListLoras():
                 message = "loaded adapters"
         return Outcome(message=message, adapters=self._loaded())

@@ -11,7 +11,7 @@ import msgspec
 from baton.engines.sglang.compat import Dialect
 from baton.errors import InvalidRequest, Unsupported
 from baton.ports.engine import Work
-from baton.protocol.handoff import ROOM_BITS, Bootstrap, Consume, Handoff, PrefillResult, Produce, Trial
+from baton.protocol.handoff import ROOM_BITS, Bootstrap, Consume, Handoff, LocalProbe, PrefillResult, Produce
 from baton.protocol.requests import GuidedDecoding, Sampling
 
 NOBODY = "2.2.2.2"  # SGLang's name for the other side of a hand-off that is only tried
@@ -178,9 +178,9 @@ def _meeting(handoff: Handoff | None, part: str) -> dict[str, Any]:
             return _at(place)
         case Consume(source=PrefillResult() as result), "decode":
             return _at(_place_in(result))
-        case Trial(), "prefill" | "decode":
+        case LocalProbe(), "prefill" | "decode":
             return _at(Bootstrap(host=NOBODY, port=0, room=random.getrandbits(ROOM_BITS)))
-        case Trial(), "whole":
+        case LocalProbe(), "whole":
             return {}
         case _, "prefill":
             raise InvalidRequest("this engine only computes prompts for others; the work names no place to meet")

@@ -25,17 +25,17 @@ class Holding:
         self._retracts = retracts
         self._paused = False
 
-    async def obey(self, verb: Pause | Continue | ClearCache | ReleaseMemory | ResumeMemory) -> Outcome:
+    async def execute(self, command: Pause | Continue | ClearCache | ReleaseMemory | ResumeMemory) -> Outcome:
         """See `Engine.control`."""
-        match verb:
+        match command:
             case Pause():
-                return await self._pause(verb.mode)
+                return await self._pause(command.mode)
             case Continue():
                 return await self._continue()
             case ReleaseMemory():
-                return await self._release(verb.tags)
+                return await self._release(command.tags)
             case ResumeMemory():
-                return await self._resume(verb.tags)
+                return await self._resume(command.tags)
             case ClearCache():
                 async with self.between_steps():
                     answer = await self._manager.flush_cache()

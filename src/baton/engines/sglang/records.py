@@ -23,13 +23,13 @@ class Records:
         self._activities = ["CPU"] if device == "cpu" else ["CPU", "GPU"]
         self._profile: str | None = None
 
-    async def obey(
-        self, verb: StartProfile | StopProfile | StartExpertRecord | StopExpertRecord | DumpExpertRecord
+    async def execute(
+        self, command: StartProfile | StopProfile | StartExpertRecord | StopExpertRecord | DumpExpertRecord
     ) -> Outcome:
         """See `Engine.control`."""
-        match verb:
+        match command:
             case StartProfile():
-                return await self._start_profile(_absolute(verb.directory), verb.steps)
+                return await self._start_profile(_absolute(command.directory), command.steps)
             case StopProfile():
                 return await self._stop_profile()
             case StartExpertRecord():

@@ -5,7 +5,7 @@ import asyncio
 from baton.engines.sglang.requests import Requests
 from baton.errors import BatonError, EngineDead
 from baton.ports.engine import Work
-from baton.protocol.handoff import Trial
+from baton.protocol.handoff import LocalProbe
 from baton.protocol.ids import new_request_id
 from baton.protocol.requests import Sampling, StopConditions
 
@@ -30,7 +30,7 @@ async def _try(requests: Requests, prompt: tuple[int, ...], rank: int | None) ->
         max_tokens=1,
         stop=StopConditions(ignore_eos=True),
         sampling=Sampling(temperature=0.0),
-        handoff=Trial(),
+        handoff=LocalProbe(),
         dp_rank=rank,
     )
     stream = requests.submit(work)

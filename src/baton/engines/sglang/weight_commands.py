@@ -26,7 +26,7 @@ from baton.protocol.commands import (
 Answer = tuple[bool, str]
 
 
-class WeightOrders:
+class WeightCommands:
     """Replaces weights between two steps; what does not fit the model is refused before the first is replaced."""
 
     def __init__(self, manager: Manager, holding: Holding, model_dir: Path, tp_size: int, device: str) -> None:
@@ -38,27 +38,27 @@ class WeightOrders:
         self._shapes: Shapes | None = None
         self._group: str | None = None
 
-    async def obey(self, verb: UpdateWeights | SetWeightVersion | JoinGroup | LeaveGroup) -> Outcome:
+    async def execute(self, command: UpdateWeights | SetWeightVersion | JoinGroup | LeaveGroup) -> Outcome:
         """See `Engine.control`."""
-        match verb:
+        match command:
             case UpdateWeights():
-                return await self._update(verb)
+                return await self._update(command)
             case SetWeightVersion():
-                return await self._set_version(verb.version)
+                return await self._set_version(command.version)
             case JoinGroup():
-                return await self._join(verb)
+                return await self._join(command)
             case LeaveGroup():
-                return await self._leave(verb.group)
+                return await self._leave(command.group)
 
-    async def _update(self, verb: UpdateWeights) -> Outcome:
+    async def _update(self, command: UpdateWeights) -> Outcome:
         if "weights" in self._holding.released:
             raise InvalidRequest("the weights are released; resume them before an update")
-        await asyncio.to_thread(self._check, verb.source)
+        await asyncio.to_thread(self._check, command.source)
         async with self._holding.between_steps():
-            success, message = await self._put(verb.source, verb.version)
+            success, message = await self._put(command.source, command.version)
         if not success:
             raise InvalidRequest(message)
-        return Outcome(message=message, weight_version=verb.version)
+        return Outcome(message=message, weight_version=command.version)
 
     def _check(self, source: WeightSource) -> None:
         """Raise InvalidRequest for what does not fit; reads files."""
@@ -133,30 +133,30 @@ class WeightOrders:
         await self._manager.update_weight_version(request)
         return Outcome(message=f"the weights are {version}", weight_version=version)
 
-    async def _join(self, verb: JoinGroup) -> Outcome:
+    async def _join(self, command: JoinGroup) -> Outcome:
         from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
 
         if self._group is not None:
             raise InvalidRequest(f"group: already in {self._group!r}; leave it first")
-        if verb.rank >= verb.size:
-            raise InvalidRequest(f"rank: a group of {verb.size} has no rank {verb.rank}")
+        if command.rank >= command.size:
+            raise InvalidRequest(f"rank: a group of {command.size} has no rank {command.rank}")
         request = InitWeightsUpdateGroupReqInput(
-            master_address=verb.host,
-            master_port=verb.port,
-            rank_offset=verb.rank,
-            world_size=verb.size,
-            group_name=verb.group,
+            master_address=command.host,
+            master_port=command.port,
+            rank_offset=command.rank,
+            world_size=command.size,
+            group_name=command.group,
             backend=self._backend,
         )
         joining = self._manager.init_weights_update_group(request, None)
         try:
-            success, message = await asyncio.wait_for(joining, verb.timeout_s)
+            success, message = await asyncio.wait_for(joining, command.timeout_s)
         except TimeoutError:
-            raise EngineFailed(f"the group {verb.group} did not come together, and the engine still waits") from None
+            raise EngineFailed(f"the group {command.group} did not come together, and the engine still waits") from None
         if not success:
             raise EngineFailed(message)
-        self._group = verb.group
-        return Outcome(message=f"joined {verb.group}")
+        self._group = command.group
+        return Outcome(message=f"joined {command.group}")
 
     async def _leave(self, group: str) -> Outcome:
         from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput

@@ -10,6 +10,7 @@ from baton.engines.torch.weights import Put, WeightGroup, gather
 from baton.errors import EngineFailed, InvalidRequest, Paused, Unsupported
 from baton.protocol.commands import (
     ClearCache,
+    Command,
     Continue,
     JoinGroup,
     LeaveGroup,
@@ -20,7 +21,6 @@ from baton.protocol.commands import (
     StartProfile,
     StopProfile,
     UpdateWeights,
-    Verb,
     WeightSource,
 )
 
@@ -49,45 +49,45 @@ class Controls:
         """Whether steps must wait: an operator said so, or memory that they need is given back."""
         return self._held or bool(self._released())
 
-    def prepare(self, verb: Verb) -> Callable[[], Outcome]:
+    def prepare(self, command: Command) -> Callable[[], Outcome]:
         """Do what of `verb` has to wait for other processes; return the rest, to be done between two steps.
 
         For one verb at a time, on a thread of its own: it touches nothing that a step uses, so that steps go on. Both
         raise Unsupported, InvalidRequest or EngineFailed.
         """
-        match verb:
+        match command:
             case JoinGroup():
-                joined = self._join(verb)
+                joined = self._join(command)
                 return lambda: joined
             case UpdateWeights():
-                put = self._gather(verb.source)
-                return lambda: self._update(put, verb.version)
+                put = self._gather(command.source)
+                return lambda: self._update(put, command.version)
             case _:
-                return lambda: self._obey(verb)
+                return lambda: self._execute(command)
 
-    def _obey(self, verb: Verb) -> Outcome:
-        match verb:
+    def _execute(self, command: Command) -> Outcome:
+        match command:
             case ReleaseMemory():
-                return self._release(self._arenas(verb.tags))
+                return self._release(self._arenas(command.tags))
             case ResumeMemory():
-                return self._resume(self._arenas(verb.tags))
+                return self._resume(self._arenas(command.tags))
             case Pause():
-                return self._pause(verb.mode)
+                return self._pause(command.mode)
             case Continue():
                 return self._continue()
             case ClearCache():
                 self._core.scheduler.clear()
                 return Outcome(message="the prefix cache is empty")
             case LeaveGroup():
-                return self._leave(verb.group)
+                return self._leave(command.group)
             case StartProfile():
-                return self._start_profile(verb)
+                return self._start_profile(command)
             case StopProfile():
                 return self._stop_profile()
             case UpdateWeights() | JoinGroup():
                 raise AssertionError("these have been prepared")
             case _:
-                raise Unsupported(f"the torch engine cannot do {verb.__struct_config__.tag}")
+                raise Unsupported(f"the torch engine cannot do {command.__struct_config__.tag}")
 
     def after_step(self) -> None:
         """Count a step of a recording that ends by itself."""
@@ -207,12 +207,12 @@ class Controls:
         self._core.scheduler.clear()
         return Outcome(message=f"{count} tensors updated", weight_version=version)
 
-    def _join(self, verb: JoinGroup) -> Outcome:
+    def _join(self, command: JoinGroup) -> Outcome:
         if self._group is not None:
             raise InvalidRequest(f"group: already in {self._group.name!r}; leave it first")
-        self._group = WeightGroup(verb, self._core.runner.device)
+        self._group = WeightGroup(command, self._core.runner.device)
         self._leave_if_of_no_use()
-        return Outcome(message=f"joined {verb.group}")
+        return Outcome(message=f"joined {command.group}")
 
     def _leave(self, name: str) -> Outcome:
         if self._group is None or self._group.name != name:
@@ -226,10 +226,10 @@ class Controls:
             self._group.close()
             self._group = None
 
-    def _start_profile(self, verb: StartProfile) -> Outcome:
+    def _start_profile(self, command: StartProfile) -> Outcome:
         if self._recording is not None:
             raise InvalidRequest(f"a profile is being recorded already, to {self._recording.path}")
-        self._recording = Recording(verb.directory, verb.steps)
+        self._recording = Recording(command.directory, command.steps)
         return Outcome(message="recording", path=str(self._recording.path))
 
     def _stop_profile(self) -> Outcome:

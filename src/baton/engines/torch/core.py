@@ -14,7 +14,7 @@ from baton.engines.torch.sampler import Sampled
 from baton.engines.torch.scheduler import Batch, Chunk, Scheduler
 from baton.engines.torch.sequence import Phase, Sequence
 from baton.errors import BatonError, EngineDead, EngineFailed
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvEvent, LoadSnapshot
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import Finished, FinishReason, KvComputed, KvWanted, Logprobs
@@ -63,9 +63,9 @@ class Core:
 
     def __init__(self, runner: Runner, options: TorchOptions) -> None:
         self.runner = runner
-        pool = BlockPool(runner.blocks, options.block)
+        pool = BlockPool(runner.blocks, options.block_size)
         budget = _step_tokens(options, runner.device.type)
-        self.scheduler = Scheduler(pool, options.max_running, budget, options.prefix_reuse)
+        self.scheduler = Scheduler(pool, options.max_running, budget, options.prefix_cache)
         self.steps = 0
         self.running = 0
         self._controls = Controls(self)
@@ -141,9 +141,9 @@ class Core:
         """See `Stepper.close`."""
         self._controls.close()
 
-    def prepare(self, verb: Verb) -> Callable[[], Outcome]:
+    def prepare(self, command: Command) -> Callable[[], Outcome]:
         """See `Controls.prepare`; the one thing here that another thread may call."""
-        return self._controls.prepare(verb)
+        return self._controls.prepare(command)
 
     def fail(self, request_id: RequestId, error: BatonError) -> None:
         """End a request with an error. What others read or write stays as it is until it is aborted."""

@@ -13,7 +13,7 @@ from baton.engines.torch.encoder import Encoder
 from baton.errors import BatonError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.sentence import SentenceLayout, read_layout
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Stream, Work
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
 
@@ -66,7 +66,7 @@ class TorchEmbedder:
             model_name=self._name,
             model_dir=str(self._directory),
             context_length=layout.max_tokens,
-            block_size=self._options.block,
+            block_size=self._options.block_size,
             total_blocks=0,
             max_running=MAX_RUNNING,
             embedding_size=size,
@@ -104,7 +104,7 @@ class TorchEmbedder:
         """See `Engine.encode`."""
         raise Unsupported("an embedding engine does not encode media")
 
-    async def control(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """See `Engine.control`."""
         raise Unsupported("an engine that embeds has nothing to control")
 

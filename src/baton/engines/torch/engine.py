@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from baton.config.engines import TorchOptions
 from baton.engine_kit.output_stream import OutputStream
-from baton.engine_kit.threads import aside
+from baton.engine_kit.threads import run_in_thread
 from baton.engines.torch.guided import GuideCompiler
 from baton.engines.torch.plan import Guide, make_plan
 from baton.engines.torch.sequence import Sequence
@@ -20,7 +20,7 @@ from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsu
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import read_config
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, HandoffStyle, Progress, Work
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Consume, Handoff, Produce
 from baton.protocol.ids import RequestId
@@ -40,8 +40,8 @@ class TorchEngine:
     given its cache to read.
     """
 
-    def __init__(self, options: TorchOptions, directory: Path, name: str, lends: bool = False) -> None:
-        self._lends = lends
+    def __init__(self, options: TorchOptions, directory: Path, name: str, exports_kv: bool = False) -> None:
+        self._lends = exports_kv
         self._options = options
         self._directory = directory
         self._name = name
@@ -153,13 +153,13 @@ class TorchEngine:
         """See `Engine.encode`."""
         raise Unsupported(f"{self._name} generates text; it does not encode media")
 
-    async def control(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """See `Engine.control`."""
         self._alive()
         async with self._ordering:
             core = self._core
             assert core is not None
-            finish = await aside("torch-orders", lambda: core.prepare(verb))
+            finish = await run_in_thread("torch-orders", lambda: core.prepare(command))
             self._controlling = True
             try:
                 return await self._thread.ask(lambda _: finish())
@@ -208,7 +208,7 @@ class TorchEngine:
 
         torch.set_grad_enabled(False)
         with ProgressLine(f"loading {self._name}") as line:
-            return Core(Runner(self._options, self._directory, line.report, lends=self._lends), self._options)
+            return Core(Runner(self._options, self._directory, line.report, exports_kv=self._lends), self._options)
 
     def _alive(self) -> EngineInfo:
         if self._dead is not None or self._info is None:

@@ -57,11 +57,11 @@ class DecodeGraphs:
 
     def _capture(self, rows: int, blocks: int) -> _Graph:
         inputs = torch.tensor([self._idle_row(blocks)] * rows, dtype=torch.int64, device=self._device)
-        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):  # once for real: libraries set themselves up on first use
+        run_in_thread = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        run_in_thread.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(run_in_thread):  # once for real: libraries set themselves up on first use
             self._step(inputs)
-        torch.cuda.current_stream(self._device).wait_stream(aside)
+        torch.cuda.current_stream(self._device).wait_stream(run_in_thread)
         graph = torch.cuda.CUDAGraph()
         # Of this thread alone: others may copy KV meanwhile, on streams of their own.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

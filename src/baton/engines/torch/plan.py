@@ -26,7 +26,7 @@ class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int  # 0 is off
     top_p: float
     min_p: float
-    presence: float
+    registration: float
     frequency: float
     repetition: float
     seed: int
@@ -46,7 +46,7 @@ class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def penalises(self) -> bool:
         """Whether tokens that were there before count for more or less."""
-        return self.presence != 0.0 or self.frequency != 0.0 or self.repetition != 1.0
+        return self.registration != 0.0 or self.frequency != 0.0 or self.repetition != 1.0
 
     @property
     def edits(self) -> bool:
@@ -97,7 +97,7 @@ def make_plan(work: Work, index: int, defaults: SamplingDefaults, vocab: int) ->
         top_k=top_k if 0 < top_k < vocab else 0,
         top_p=_within("top_p", _first(sampling.top_p, defaults.top_p, 1.0), 0.0, 1.0),
         min_p=_within("min_p", _first(sampling.min_p, defaults.min_p, 0.0), 0.0, 1.0),
-        presence=_within("presence_penalty", sampling.presence_penalty or 0.0, -2.0, 2.0),
+        registration=_within("presence_penalty", sampling.presence_penalty or 0.0, -2.0, 2.0),
         frequency=_within("frequency_penalty", sampling.frequency_penalty or 0.0, -2.0, 2.0),
         repetition=_repetition(_first(sampling.repetition_penalty, defaults.repetition_penalty, 1.0)),
         seed=_seed(sampling.seed),

@@ -55,7 +55,7 @@ class Runner:
         directory: Path,
         report: Report,
         torch_prompts: bool | None = None,
-        lends: bool = False,
+        exports_kv: bool = False,
     ) -> None:
         spill_dir = spill_directory(options)
         self.config = read_llama_config(directory)
@@ -67,11 +67,11 @@ class Runner:
         self.parts = named_parts(self.config, self.weights)
         load_weights(directory, self.parts, report)
         self.context = min(options.context or self.config.context, self.config.context)
-        self.block = options.block
+        self.block = options.block_size
         self.blocks = options.blocks or self._affordable_blocks(options)
         room = self.blocks + (self.device.type == "cuda")  # one block more, for the padding of captured steps
         kv_shape = (self.config.layers, 2, room * self.block, self.config.kv_heads, self.config.head_dim)
-        self.kv_arena = Arena(arena_bytes(kv_shape, self.dtype), self.device, spill_dir, shared=lends)
+        self.kv_arena = Arena(arena_bytes(kv_shape, self.dtype), self.device, spill_dir, shared=exports_kv)
         self.kv = self.kv_arena.carve(kv_shape, self.dtype)
         self.kv_memory = describe_kv(
             self.config, self.parts, self.kv, self.block, self.blocks, self.kv_arena.descriptor
@@ -234,7 +234,7 @@ class Runner:
         config = self.config
         block_bytes = config.layers * 2 * self.block * config.kv_size * self.dtype.itemsize
         most = options.max_running * -(-self.context // self.block)
-        blocks = min(most, int(available_bytes(self.device) * options.kv_share) // block_bytes)
+        blocks = min(most, int(available_bytes(self.device) * options.kv_memory_fraction) // block_bytes)
         if blocks < 1:
             raise ConfigError("there is no memory left for the KV cache; lower --torch-context or --torch-max-running")
         return blocks

@@ -196,7 +196,7 @@ def _penalise(row: Tensor, sequence: Sequence) -> None:
     values = row[ids]
     if plan.repetition != 1.0:
         values = torch.where(values > 0, values / plan.repetition, values * plan.repetition)
-    values = values - plan.frequency * counts - plan.presence * (counts > 0)
+    values = values - plan.frequency * counts - plan.registration * (counts > 0)
     row[ids] = values.clamp(max=torch.finfo(row.dtype).max)
 
 

@@ -114,14 +114,14 @@ class EngineThread(Generic[S, N]):
 
     def _work(self, stepper: S) -> None:
         try:
-            while self._obey(stepper):
+            while self._execute(stepper):
                 if stepper.busy:
                     stepper.step()
                 self._tell_news(stepper)
         finally:
             stepper.close()
 
-    def _obey(self, stepper: S) -> bool:
+    def _execute(self, stepper: S) -> bool:
         """Do every command that has come; with no step to make, wait for one. Return False when told to stop."""
         while True:
             try:

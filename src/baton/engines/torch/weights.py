@@ -40,28 +40,28 @@ Put = Callable[[], int]
 class WeightGroup:
     """This process's place in the one process group that weights are broadcast through."""
 
-    def __init__(self, verb: JoinGroup, device: torch.device) -> None:
-        self.name = verb.group
+    def __init__(self, command: JoinGroup, device: torch.device) -> None:
+        self.name = command.group
         self.broken = False
         self.receiving = False
         self._device = device
-        if verb.rank >= verb.size:
-            raise InvalidRequest(f"rank: a group of {verb.size} has no rank {verb.rank}")
+        if command.rank >= command.size:
+            raise InvalidRequest(f"rank: a group of {command.size} has no rank {command.rank}")
         if dist.is_initialized():
             raise InvalidRequest("group: this process is in a process group already")
-        host = f"[{verb.host}]" if ":" in verb.host else verb.host
+        host = f"[{command.host}]" if ":" in command.host else command.host
         try:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                init_method=f"tcp://{host}:{verb.port}",
-                rank=verb.rank,
-                world_size=verb.size,
-                timeout=timedelta(seconds=verb.timeout_s),
+                init_method=f"tcp://{host}:{command.port}",
+                rank=command.rank,
+                world_size=command.size,
+                timeout=timedelta(seconds=command.timeout_s),
             )
         except (RuntimeError, ValueError, OSError) as error:
             # torch numbers the groups that a process has asked for, and meets only those with the same number.
             distributed_c10d._world.group_count = 0
-            raise EngineFailed(f"the group {verb.group} did not come together: {_first_line(error)}") from error
+            raise EngineFailed(f"the group {command.group} did not come together: {_first_line(error)}") from error
 
     def receive(self, specs: tuple[TensorSpec, ...], timeout_s: float) -> dict[str, Tensor]:
         """Return the next tensors that rank 0 broadcasts. A group that has failed once is of no more use."""

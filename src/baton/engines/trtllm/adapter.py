@@ -9,7 +9,7 @@ from pathlib import Path
 
 from baton.config.engines import TrtllmOptions
 from baton.engine_kit.output_stream import OutputStream
-from baton.engine_kit.threads import aside
+from baton.engine_kit.threads import run_in_thread
 from baton.engines.trtllm import health
 from baton.engines.trtllm.argv import Tree, find, read_arguments
 from baton.engines.trtllm.compat import Library, load
@@ -37,9 +37,9 @@ from baton.ports.engine import (
     Progress,
     Work,
 )
-from baton.protocol.commands import ListLoras, LoadLora, Outcome, UnloadLora, Verb
+from baton.protocol.commands import Command, ListLoras, LoadLora, Outcome, UnloadLora
 from baton.protocol.events import Reading
-from baton.protocol.handoff import Produce, Trial
+from baton.protocol.handoff import LocalProbe, Produce
 from baton.protocol.ids import RequestId, new_request_id
 from baton.protocol.requests import StopConditions
 
@@ -109,16 +109,16 @@ class TrtllmEngine:
         """See `Engine.start`."""
         config, defaults = read_config(self._model_dir), read_defaults(self._model_dir)
         context = context_of(self._tree, config.max_position_embeddings, self._model_dir)
-        library = self._library if self._library is not None else await aside("trtllm-import", load)
+        library = self._library if self._library is not None else await run_in_thread("trtllm-import", load)
         self._library = library
-        llm = await aside("trtllm-start", lambda: self._make(library, {**self._tree, "max_seq_len": context}))
+        llm = await run_in_thread("trtllm-start", lambda: self._make(library, {**self._tree, "max_seq_len": context}))
         self._load_given_loras()
         model = Model(
             vocabulary=config.vocab_size, defaults=defaults, thinking=bool(self._tree.get("reasoning_parser"))
         )
         self._calls = Calls(library, model, self._loras, hands_over=self._part != "whole")
         await self._answer_once(llm)
-        blocks, block_size = await aside("trtllm-capacity", lambda: read_capacity(library, llm))
+        blocks, block_size = await run_in_thread("trtllm-capacity", lambda: read_capacity(library, llm))
         self._metrics = EngineMetrics(library, self._name)
         self._readings = Readings(block_size, blocks, dp_size(self._tree))
         self._info = self._describe(
@@ -171,21 +171,21 @@ class TrtllmEngine:
         """See `Engine.encode`."""
         raise Unsupported(f"{self._name} generates text; the role encode has an engine of its own")
 
-    async def control(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """See `Engine.control`."""
         self._alive()
-        if not isinstance(verb, LoadLora | UnloadLora | ListLoras) or not self._has_lora:
+        if not isinstance(command, LoadLora | UnloadLora | ListLoras) or not self._has_lora:
             raise Unsupported("the TensorRT-LLM engine cannot be ordered to do that")
-        match verb:
+        match command:
             case LoadLora():
-                self._loras.add(verb.name, Path(verb.path))
-                message = f"{verb.name} can be used; it is read with its first request"
+                self._loras.add(command.name, Path(command.path))
+                message = f"{command.name} can be used; it is read with its first request"
             case UnloadLora():
-                self._loras.remove(verb.name)
-                users = [request.task for request in self._open.values() if request.work.lora_name == verb.name]
+                self._loras.remove(command.name)
+                users = [request.task for request in self._open.values() if request.work.lora_name == command.name]
                 if users:
                     await asyncio.wait(users)
-                message = f"{verb.name} cannot be used any more"
+                message = f"{command.name} cannot be used any more"
             case ListLoras():
                 message = f"{len(self._loras.names)} adapters"
         return Outcome(message=message, adapters=self._loras.names)
@@ -256,7 +256,7 @@ class TrtllmEngine:
             token_ids=(1,),
             max_tokens=1,
             stop=StopConditions(ignore_eos=True),
-            handoff=Trial(),
+            handoff=LocalProbe(),
         )
         assert self._calls is not None
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from baton.config.engines import TrtllmOptions
-from baton.engine_kit.threads import aside
+from baton.engine_kit.threads import run_in_thread
 from baton.engines.trtllm import handles, health
 from baton.engines.trtllm.argv import Tree, read_arguments
 from baton.engines.trtllm.compat import Library, load
@@ -24,7 +24,7 @@ from baton.media.images import decode_image
 from baton.models.directory import read_config
 from baton.models.tokenizer import HubTokenizer
 from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Stream, Work
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
 
@@ -98,10 +98,10 @@ class TrtllmEncoder:
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
         config = read_config(self._model_dir)
-        self._tokenizer = await aside("trtllm-tokenizer", lambda: HubTokenizer(self._model_dir))
-        library = self._library if self._library is not None else await aside("trtllm-import", load)
+        self._tokenizer = await run_in_thread("trtllm-tokenizer", lambda: HubTokenizer(self._model_dir))
+        library = self._library if self._library is not None else await run_in_thread("trtllm-import", load)
         self._library = library
-        encoder = await aside("trtllm-start", lambda: self._make(library))
+        encoder = await run_in_thread("trtllm-start", lambda: self._make(library))
         self._watching = asyncio.create_task(health.watch(encoder, library, self._die), name="trtllm-health")
         return EngineInfo(
             model_name=self._name,
@@ -150,7 +150,7 @@ class TrtllmEncoder:
         self._held[work.request_id] = encoding
         return Encoded(params=params)
 
-    async def control(self, verb: Verb) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         """See `Engine.control`."""
         self._alive()
         raise Unsupported("an encoder cannot be ordered to do that")
@@ -203,7 +203,7 @@ class TrtllmEncoder:
         if encoding.given_up or self._dead is not None:
             self._free.release()
             raise self._dead or Cancelled("aborted")
-        thread = encoding.thread = asyncio.create_task(aside("trtllm-encode", lambda: self._compute(encoding)))
+        thread = encoding.thread = asyncio.create_task(run_in_thread("trtllm-encode", lambda: self._compute(encoding)))
         thread.add_done_callback(self._thread_ended)
         dying = asyncio.create_task(self._death.wait())
         try:
@@ -251,7 +251,7 @@ class TrtllmEncoder:
         """Its thread has ended."""
         if encoding.result is None:
             return
-        task = asyncio.create_task(aside("trtllm-discard", lambda: self._open_and_close(encoding)))
+        task = asyncio.create_task(run_in_thread("trtllm-discard", lambda: self._open_and_close(encoding)))
         self._aside.add(task)
         task.add_done_callback(self._aside.discard)
 

@@ -11,7 +11,7 @@ from baton.engines.trtllm.loras import Loras
 from baton.engines.trtllm.params import Model, engine_choices, engine_priority, sampling_params
 from baton.errors import ContextTooLong, InvalidRequest, Unsupported
 from baton.ports.engine import EngineInfo, Work
-from baton.protocol.handoff import Consume, PrefillResult, Produce, Trial
+from baton.protocol.handoff import Consume, LocalProbe, PrefillResult, Produce
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Calls:
             log.warning("%s TensorRT-LLM 1.2 has no priorities; they count for the router only", work.request_id)
         return fields
 
-    def _disaggregated(self, asked: Produce | Consume | Trial | None, handles: Handles | None) -> object:
+    def _disaggregated(self, asked: Produce | Consume | LocalProbe | None, handles: Handles | None) -> object:
         fields = fields_of(handles) if handles is not None else DisaggregatedFields13()
         match asked:
             case Produce():
@@ -89,7 +89,7 @@ class Calls:
                 return handoff.decode(sent, self._library)
             case Consume():
                 raise Unsupported("bootstrap_info: TensorRT-LLM hands KV over after the prefill, in prefill_result")
-            case Trial() | None:
+            case LocalProbe() | None:
                 fields["request_type"] = handoff.WHOLE
                 return self._library.disaggregated_params(**fields)
 

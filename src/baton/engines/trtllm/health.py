@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
-from baton.engine_kit.threads import aside
+from baton.engine_kit.threads import run_in_thread
 from baton.engines.trtllm.compat import Library
 from baton.engines.trtllm.foreign import Living, Living13
 from baton.errors import BatonError, EngineDead, EngineFailed
@@ -33,7 +33,9 @@ async def watch(engine: Living, library: Library, on_death: Callable[[EngineDead
     while problem is None:
         await asyncio.sleep(HEALTH_EVERY_S)
         try:
-            well = await asyncio.wait_for(aside("trtllm-health", lambda: lives(engine, library)), HEALTH_LIMIT_S)
+            well = await asyncio.wait_for(
+                run_in_thread("trtllm-health", lambda: lives(engine, library)), HEALTH_LIMIT_S
+            )
             problem = None if well else "it says so itself"
         except TimeoutError:
             problem = f"it does not answer within {HEALTH_LIMIT_S:g} s"
@@ -55,7 +57,7 @@ def meaning(error: Exception, engine: Living | None, library: Library) -> BatonE
 async def shut_down(engine: Living) -> None:
     """End `engine`, off the event loop; one that does not end in time, or fails to, is left."""
     try:
-        await asyncio.wait_for(aside("trtllm-stop", engine.shutdown), SHUTDOWN_S)
+        await asyncio.wait_for(run_in_thread("trtllm-stop", engine.shutdown), SHUTDOWN_S)
     except TimeoutError:
         log.warning("TensorRT-LLM did not end within %g s", SHUTDOWN_S)
     except Exception as error:  # noqa: BLE001 - it is to end, and nobody can do more

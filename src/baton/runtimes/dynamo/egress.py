@@ -37,11 +37,11 @@ class Egress:
 
     __slots__ = ("_bytes", "_sender", "_sent", "_stall_s", "_thread")
 
-    def __init__(self, sender: Sender, stall_s: float) -> None:
+    def __init__(self, sender: Sender, stall_timeout_s: float) -> None:
         self._sender = sender
         self._sent = 0
         self._bytes = 0
-        self._stall_s = stall_s
+        self._stall_s = stall_timeout_s
         self._thread: _SenderThread | None = None
 
     async def send(self, message: Wire) -> None:

@@ -4,7 +4,7 @@ from baton.config.directories import discovery_directory
 from baton.config.runtime import RuntimeOptions
 
 
-def environment(options: RuntimeOptions, tells_metrics: bool = False) -> dict[str, str]:
+def environment(options: RuntimeOptions, publishes_metrics: bool = False) -> dict[str, str]:
     """Return the variables that make the runtime do what `options` say. Everything is bound, nothing left to guess."""
     values = {
         "DYN_DISCOVERY_BACKEND": options.discovery,
@@ -22,7 +22,7 @@ def environment(options: RuntimeOptions, tells_metrics: bool = False) -> dict[st
         # Our canary knows the role and takes the worker out; the runtime's does neither.
         "DYN_HEALTH_CHECK_ENABLED": "false",
     }
-    if tells_metrics:  # on a port that the kernel chooses and nobody outside this machine can reach
+    if publishes_metrics:  # on a port that the kernel chooses and nobody outside this machine can reach
         values |= {"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": "0"}
     if options.discovery == "file":
         values["DYN_FILE_KV"] = str(discovery_directory(options))

@@ -30,21 +30,21 @@ class DynamoFrontend:
         host: str,
         port: int,
         router: RouterName,
-        busy_share: float,
+        busy_threshold: float,
         migrations: int,
-        drain_s: float,
+        drain_timeout_s: float,
         backend_timeout_s: float,
     ) -> None:
         self._namespace = namespace
         self._host = host
         self._port = port
-        self._router = _core.RouterConfig(_ROUTERS[router], active_decode_blocks_threshold=busy_share or None)
-        self._drain_s = drain_s
+        self._router = _core.RouterConfig(_ROUTERS[router], active_decode_blocks_threshold=busy_threshold or None)
+        self._drain_s = drain_timeout_s
         self._migrations = migrations
         self._environment = {
             # A stream that fails before its first token gets a real HTTP status instead of a 200.
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "200",
-            "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(max(1, round(drain_s))),
+            "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(max(1, round(drain_timeout_s))),
             # The last resort for a worker that is neither dead nor alive.
             "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": str(max(1, round(backend_timeout_s))),
         }
@@ -81,7 +81,7 @@ class DynamoFrontend:
             await asyncio.wait([self._served])
 
     async def stop(self) -> None:
-        """Let running streams finish (up to `drain_s`), then end."""
+        """Let running streams finish (up to `drain_timeout_s`), then end."""
         await self._runtime.shutdown()
         if self._served is not None:
             # A connection that has sent half a request is waited for as long as one with a stream.

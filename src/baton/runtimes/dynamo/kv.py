@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 CLOSE_S = 2.0
 
 
-class LoadTeller:
+class LoadPublisher:
     """Tells frontends how many blocks of one instance are in use. What has not changed is not told again."""
 
     def __init__(self) -> None:
@@ -24,22 +24,22 @@ class LoadTeller:
         """Begin; what is told before is lost."""
         await self._publisher.create_endpoint(endpoint)
 
-    def tell(self, load: LoadSnapshot) -> None:
+    def publish(self, load: LoadSnapshot) -> None:
         """See `Endpoint.tell`."""
         self._publisher.publish(load.dp_rank, None, load.used_blocks)
 
 
-class KvTeller:
+class KvEventPublisher:
     """Tells KV routers which blocks one instance holds: each data-parallel rank has its own."""
 
     def __init__(self, endpoint: _core.Endpoint, block_size: int, dp_size: int) -> None:
         self._ranks = [_Rank(endpoint, block_size, rank) for rank in range(dp_size)]
         self._strangers: set[int] = set()
 
-    def tell(self, event: KvEvent) -> None:
+    def publish(self, event: KvEvent) -> None:
         """See `Endpoint.tell`."""
         if event.dp_rank < len(self._ranks):
-            self._ranks[event.dp_rank].tell(event)
+            self._ranks[event.dp_rank].publish(event)
         elif event.dp_rank not in self._strangers:
             self._strangers.add(event.dp_rank)
             log.warning("events of rank %d go nowhere: %d ranks were announced", event.dp_rank, len(self._ranks))
@@ -74,7 +74,7 @@ class _Rank:
         )
         self._told: set[int] = set()
 
-    def tell(self, event: KvEvent) -> None:
+    def publish(self, event: KvEvent) -> None:
         match event:
             case KvStored():
                 self._told.update(event.block_hashes)

@@ -20,7 +20,7 @@ from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.egress import Egress, Sender
 from baton.runtimes.dynamo.environment import environment
 from baton.runtimes.dynamo.errors import to_runtime
-from baton.runtimes.dynamo.kv import KvTeller, LoadTeller
+from baton.runtimes.dynamo.kv import KvEventPublisher, LoadPublisher
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.service_check import check_services
 
@@ -67,9 +67,9 @@ class _Answer:
 class _Server:
     """Answers the requests of one endpoint."""
 
-    def __init__(self, service: Service[Any, Any], reader_stall_s: float, leave_s: float) -> None:
+    def __init__(self, service: Service[Any, Any], reader_stall_timeout_s: float, leave_s: float) -> None:
         self._service = service
-        self._stall_s = reader_stall_s
+        self._stall_s = reader_stall_timeout_s
         self._leave_s = leave_s
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,8 +141,8 @@ class DynamoEndpoint:
     def __init__(self, raw: _core.Endpoint, server: _Server) -> None:
         self._raw = raw
         self._listed = True
-        self._teller: KvTeller | None = None
-        self._load_teller = LoadTeller()
+        self._kv_publisher: KvEventPublisher | None = None
+        self._load_publisher = LoadPublisher()
         self._mirror: _core.Client | None = None
         self.server = server
         self.served = asyncio.ensure_future(raw.serve_endpoint(server.handle))
@@ -153,19 +153,19 @@ class DynamoEndpoint:
         return self._raw.connection_id()
 
     @property
-    def is_listed(self) -> bool:
+    def is_registered(self) -> bool:
         """See `Endpoint.is_listed`."""
         return self._mirror is not None and self.instance_id in self._mirror.instance_ids()
 
-    async def until_listed(self) -> None:
+    async def until_registered(self) -> None:
         """Wait until discovery has this instance. Raises what serving has failed with."""
         self._mirror = await self._raw.client()
-        while not self.is_listed:
+        while not self.is_registered:
             if self.served.done():
                 self.served.result()
             await asyncio.sleep(0.005)
 
-    async def advertise(self, card: ModelCard) -> None:
+    async def register_model(self, card: ModelCard) -> None:
         """See `Endpoint.advertise`."""
         surfaces = [_SURFACES[surface] for surface in sorted(card.surfaces)]
         model_type = surfaces[0] if surfaces else _core.ModelType.Empty
@@ -173,7 +173,7 @@ class DynamoEndpoint:
             model_type = model_type | surface
         try:
             await _core.register_model(
-                _INPUTS[card.accepts],
+                _INPUTS[card.model_input],
                 model_type,
                 self._raw,
                 card.directory,
@@ -182,35 +182,35 @@ class DynamoEndpoint:
                 kv_cache_block_size=card.block_size,
                 runtime_config=_runtime_config(card),
                 needs=[[_WORKER_TYPES[name] for name in group] for group in card.needs] or None,
-                skip_model_assets=card.accepts == "text",
+                skip_model_assets=card.model_input == "text",
             )
         except Exception as error:
             raise ConfigError(f"cannot announce the model in {card.directory}: {error}") from error
-        await self._load_teller.open(self._raw)
+        await self._load_publisher.open(self._raw)
         if card.kv_events:
-            self._teller = KvTeller(self._raw, card.block_size, card.dp_size)
+            self._kv_publisher = KvEventPublisher(self._raw, card.block_size, card.dp_size)
 
-    def tell(self, reading: Reading) -> None:
+    def publish(self, reading: Reading) -> None:
         """See `Endpoint.tell`."""
         if isinstance(reading, LoadSnapshot):
-            self._load_teller.tell(reading)
-        elif self._teller is not None:
-            self._teller.tell(reading)
+            self._load_publisher.publish(reading)
+        elif self._kv_publisher is not None:
+            self._kv_publisher.publish(reading)
 
     async def aclose(self) -> None:
         """End what runs, and stop telling routers anything. Takes `SHUTDOWN_S` at most."""
         await self.server.aclose()
-        teller, self._teller = self._teller, None
+        teller, self._kv_publisher = self._kv_publisher, None
         if teller is not None:
             await teller.close()
 
-    async def withdraw(self) -> None:
+    async def deregister(self) -> None:
         """See `Endpoint.withdraw`."""
         if self._listed:
             self._listed = False
             await self._raw.unregister_endpoint_instance()
 
-    async def restore(self) -> None:
+    async def register(self) -> None:
         """See `Endpoint.restore`."""
         if not self._listed:
             self._listed = True
@@ -223,14 +223,14 @@ class DynamoRuntime:
     def __init__(
         self,
         options: RuntimeOptions,
-        tells_metrics: bool = False,
-        reader_stall_s: float = 60.0,
+        publishes_metrics: bool = False,
+        reader_stall_timeout_s: float = 60.0,
         leave_s: float = 1.0,
     ) -> None:
         self._options = options
-        self._tells_metrics = tells_metrics
-        self._environment = environment(options, tells_metrics)
-        self._reader_stall_s = reader_stall_s
+        self._tells_metrics = publishes_metrics
+        self._environment = environment(options, publishes_metrics)
+        self._reader_stall_s = reader_stall_timeout_s
         self._leave_s = leave_s
         self._raw: _core.DistributedRuntime | None = None
         self._endpoints: list[DynamoEndpoint] = []
@@ -265,7 +265,7 @@ class DynamoRuntime:
         self._endpoints.append(endpoint)
         try:
             async with asyncio.timeout(SERVE_S):
-                await endpoint.until_listed()
+                await endpoint.until_registered()
         except TimeoutError:
             raise ConfigError(f"discovery has not listed this worker within {SERVE_S:g} s") from None
         except Exception as error:

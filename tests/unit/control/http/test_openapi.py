@@ -7,7 +7,7 @@ import pytest
 from baton import __version__
 from baton.control.http.openapi import document
 from baton.control.http.route_table import PREFIX, ROUTES, Route
-from baton.protocol.commands import Verb
+from baton.protocol.commands import Command
 from baton.testing import run_bounded
 from tests.unit.control.operated import living
 
@@ -15,7 +15,7 @@ DOCUMENT: dict[str, Any] = document("1")
 
 
 def test_every_verb_has_a_route() -> None:
-    assert {route.verb for route in ROUTES if route.verb is not None} == set(get_args(Verb))
+    assert {route.command for route in ROUTES if route.command is not None} == set(get_args(Command))
     assert len({(route.path, route.method) for route in ROUTES}) == len(ROUTES)
 
 
@@ -25,7 +25,7 @@ def test_every_route_is_in_the_document(route: Route) -> None:
     assert operation["summary"] == route.summary
     assert {"200", "401", "422", "501", "503"} <= set(operation["responses"])
     assert ("requestBody" in operation) is (route.method == "POST")
-    if route.method == "POST" and route.verb is not None:
+    if route.method == "POST" and route.command is not None:
         reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         schema = DOCUMENT["components"]["schemas"][reference.split("/")[-1]]
         assert schema["additionalProperties"] is False

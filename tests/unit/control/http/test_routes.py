@@ -67,7 +67,7 @@ def test_status_tells_everything_at_rest() -> None:
         async with living() as house:
             status = await house.status()
             assert (status["weight_version"], status["paused"], status["released"]) == ("initial", False, [])
-            assert (status["listed"], status["in_flight"], status["doing"]) == (True, 0, None)
+            assert (status["registered"], status["in_flight"], status["command"]) == (True, 0, None)
             assert status["capabilities"]["memory_tags"] == ["kv_cache", "weights"]
 
     run_bounded(main())
@@ -141,10 +141,10 @@ def test_bytes_come_as_base64() -> None:
     async def main() -> None:
         async with living(DONE) as house:
             await house.ok("weights/update", body)
-            [verb] = house.engine.verbs
-            assert isinstance(verb, UpdateWeights)
-            assert isinstance(verb.source, FromTensors)
-            assert verb.source.tensors[0].data == b"\0\0\x80?"
+            [command] = house.engine.verbs
+            assert isinstance(command, UpdateWeights)
+            assert isinstance(command.source, FromTensors)
+            assert command.source.tensors[0].data == b"\0\0\x80?"
             tensor["data"] = "%"
             assert "tensors[0].data" in await house.refused("weights/update", body, 422)
 
@@ -257,7 +257,7 @@ def test_a_body_that_is_too_large_is_refused(told: bool) -> None:
      ({"system_host": "0.0.0.0", "control_token_file": "/t"}, True)],
 )  # fmt: skip
 def test_orders_are_taken_from_this_machine_only_unless_told_otherwise(settings: dict[str, Any], open_to: bool) -> None:
-    assert Settings(**settings).takes_orders is open_to
+    assert Settings(**settings).accepts_commands is open_to
 
 
 def test_a_worker_without_control_has_no_routes_but_is_seen() -> None:
@@ -343,10 +343,10 @@ def test_every_call_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> N
             await house.refused("dance", {}, 404, "not_found")
             await house.refused("waltz", {}, 404, "not_found")
             text = (await house.http("GET", "/metrics")).body
-            assert metric(text, 'baton_control_total{outcome="ok",verb="cache/clear"}') == 1
-            assert metric(text, 'baton_control_total{outcome="invalid_request",verb="pause"}') == 1
-            assert metric(text, 'baton_control_total{outcome="not_found",verb="unknown"}') == 2
-            assert metric(text, 'baton_control_seconds_count{verb="cache/clear"}') == 1
+            assert metric(text, 'baton_commands_total{command="cache/clear",outcome="ok"}') == 1
+            assert metric(text, 'baton_commands_total{command="pause",outcome="invalid_request"}') == 1
+            assert metric(text, 'baton_commands_total{command="unknown",outcome="not_found"}') == 2
+            assert metric(text, 'baton_command_seconds_count{command="cache/clear"}') == 1
 
     with caplog.at_level(logging.INFO, logger="baton.control.http.routes"):
         run_bounded(main())

@@ -68,7 +68,7 @@ def test_health_follows_the_worker_from_start_to_stop() -> None:
 
     async def body() -> None:
         engine = SlowEngine(WELL, slow, capabilities=EVERYTHING, control=[DONE, DONE])
-        house = House(engine, drain_s=0.3)
+        house = House(engine, drain_timeout_s=0.3)
         await house.server.start()
 
         async def health() -> tuple[int, str]:
@@ -91,7 +91,7 @@ def test_health_follows_the_worker_from_start_to_stop() -> None:
         call = asyncio.create_task(house.call())
         await eventually(lambda: house.worker.gate.in_flight == 1)
         house.stop.set()
-        await eventually(lambda: not house.endpoint.listed)
+        await eventually(lambda: not house.endpoint.registered)
         reply = await house.http("GET", "/health")
         assert (reply.status, reply.body["state"], reply.body["in_flight"]) == (503, "draining", 1)
         await asyncio.wait([call])
@@ -107,11 +107,11 @@ def test_health_follows_the_worker_from_start_to_stop() -> None:
 
 def test_a_worker_whose_canary_fails_is_ill() -> None:
     async def body() -> None:
-        async with living(canary_s=0.01) as house:
-            house.engine.scripts = [[EngineFailed("ill")]]
+        async with living(canary_interval_s=0.01) as house:
+            house.engine.scripts = [[EngineFailed("failed")]]
             await eventually(lambda: not house.serves())
             reply = await house.http("GET", "/health")
-            assert (reply.status, reply.body["state"]) == (503, "ill")
+            assert (reply.status, reply.body["state"]) == (503, "unhealthy")
             house.engine.scripts = [WELL]
             await eventually(house.serves)
             assert (await house.http("GET", "/health")).status == 200
@@ -124,18 +124,18 @@ def test_a_taken_port_is_a_mistake_of_who_chose_it() -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
             with pytest.raises(ConfigError, match=rf"{port}.*--system-port"):
-                await SystemServer("127.0.0.1", port, takes_orders=False).start()
+                await SystemServer("127.0.0.1", port, accepts_commands=False).start()
         with pytest.raises(ConfigError, match="--system-host"):
-            await SystemServer("192.0.2.1", 0, takes_orders=False).start()
+            await SystemServer("192.0.2.1", 0, accepts_commands=False).start()
         with pytest.raises(ConfigError, match="--system-host"):
-            await SystemServer("no such host", 0, takes_orders=False).start()
+            await SystemServer("no such host", 0, accepts_commands=False).start()
 
     run_bounded(body())
 
 
 def test_any_free_port_is_told_and_closing_may_be_repeated() -> None:
     async def body() -> None:
-        server = SystemServer("127.0.0.1", 0, takes_orders=False)
+        server = SystemServer("127.0.0.1", 0, accepts_commands=False)
         await server.aclose()
         await server.start()
         assert server.port > 0

@@ -9,7 +9,7 @@ from baton.engines.sglang.compat import SUPPORTED, Dialect, probe
 from baton.engines.sglang.params import NOBODY, ROOM_ZERO, Setting, escape, request_fields, sampling_params
 from baton.errors import InvalidRequest, Unsupported
 from baton.ports.engine import Work
-from baton.protocol.handoff import Bootstrap, Consume, Handoff, PrefillResult, Produce, Trial
+from baton.protocol.handoff import Bootstrap, Consume, Handoff, LocalProbe, PrefillResult, Produce
 from baton.protocol.ids import RequestId
 from baton.protocol.requests import GuidedDecoding, OutputOptions, Sampling, StopConditions
 
@@ -178,10 +178,10 @@ def test_room_zero_is_another_room_of_the_same_rank() -> None:
 def test_d17_a_trial_meets_nobody_and_every_trial_has_a_room_of_its_own() -> None:
     for part in ("prefill", "decode"):
         setting = Setting(dialect=WHOLE.dialect, part=part)
-        trials = [request_fields(make_work(handoff=Trial()), "rid", 0, setting) for _ in range(20)]
+        trials = [request_fields(make_work(handoff=LocalProbe()), "rid", 0, setting) for _ in range(20)]
         assert {fields["bootstrap_host"] for fields in trials} == {NOBODY}
         assert len({fields["bootstrap_room"] for fields in trials}) == 20
-    assert "bootstrap_host" not in request_fields(make_work(handoff=Trial()), "rid", 0, WHOLE)
+    assert "bootstrap_host" not in request_fields(make_work(handoff=LocalProbe()), "rid", 0, WHOLE)
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,20 @@ pytest.importorskip("transformers")
 from baton.errors import Cancelled, EngineDead, EngineFailed, InvalidRequest, Paused, Unsupported
 from baton.protocol.commands import (
     ClearCache,
+    Command,
     Continue,
     Pause,
     ReleaseMemory,
     ResumeMemory,
     StartProfile,
     StopProfile,
-    Verb,
 )
 from baton.testing import eventually, run_bounded
 from tests.doubles.tiny_models import make_tiny_model
 from tests.unit.engines.torch.torch_sessions import LONG, PROMPT, Session, read, session, trace_names
 
 BOTH = ("kv_cache", "weights")
-QUIET: list[tuple[Verb, Verb]] = [
+QUIET: list[tuple[Command, Command]] = [
     (Pause(mode="keep"), Continue()),
     (Pause(mode="retract"), Continue()),
     (ReleaseMemory(tags=("kv_cache",)), ResumeMemory(tags=("kv_cache",))),
@@ -81,7 +81,7 @@ def test_released_memory_leaves_the_process_and_answers_stay_the_same(
 
 
 @pytest.mark.parametrize(("native", "quiet"), [(True, q) for q in QUIET] + [(False, QUIET[4])], ids=[*NAMES, "torch"])
-def test_requests_go_on_as_if_nothing_had_happened(model: Path, native: bool, quiet: tuple[Verb, Verb]) -> None:
+def test_requests_go_on_as_if_nothing_had_happened(model: Path, native: bool, quiet: tuple[Command, Command]) -> None:
     async def body() -> None:
         async with session(model, native=native) as here:
             sampled = {"temperature": 1.0, "seed": 7}
@@ -223,7 +223,7 @@ def test_a_second_pause_can_be_a_harder_one(model: Path) -> None:
 
 
 @pytest.mark.parametrize("quiet", [pair[0] for pair in QUIET], ids=NAMES)
-def test_a_request_that_leaves_meanwhile_frees_all_at_once(model: Path, quiet: Verb) -> None:
+def test_a_request_that_leaves_meanwhile_frees_all_at_once(model: Path, quiet: Command) -> None:
     async def body() -> None:
         async with session(model) as here:
             request_id, stream = here.start(PROMPT, LONG)
@@ -244,7 +244,7 @@ def test_a_request_that_leaves_meanwhile_frees_all_at_once(model: Path, quiet: V
 
 
 @pytest.mark.parametrize("quiet", [pair[0] for pair in QUIET], ids=NAMES)
-def test_an_engine_stops_while_it_is_quiet(model: Path, quiet: Verb) -> None:
+def test_an_engine_stops_while_it_is_quiet(model: Path, quiet: Command) -> None:
     async def body() -> None:
         async with session(model) as here:
             _, stream = here.start(PROMPT, LONG)

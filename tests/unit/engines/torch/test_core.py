@@ -46,7 +46,7 @@ class PlannedRunner:
 
 def make_core() -> tuple[Core, PlannedRunner]:
     runner = PlannedRunner()
-    return Core(cast(Runner, runner), TorchOptions(block=4, max_running=4)), runner
+    return Core(cast(Runner, runner), TorchOptions(block_size=4, max_running=4)), runner
 
 
 def request(

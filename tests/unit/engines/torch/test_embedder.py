@@ -216,7 +216,7 @@ def test_what_it_cannot_do_is_refused(bert: tuple[Path, Any]) -> None:
             with pytest.raises(Unsupported):
                 engine.submit(Work(request_id=RequestId("r"), token_ids=(1,), max_tokens=1))
             with pytest.raises(Unsupported):
-                await engine.control(ClearCache())
+                await engine.execute(ClearCache())
             await engine.abort(RequestId("nobody"))
             assert await engine.embed(work()) == []
 

@@ -95,7 +95,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_company(directory: Path) 
 
 def test_choices_differ_share_the_prompt_and_end_once_each(directory: Path) -> None:
     async def body() -> None:
-        async with started(directory, block=4) as engine:
+        async with started(directory, block_size=4) as engine:
             tokens, ends = await answer(engine, work(10, n=5, temperature=1.5, seed=1))
             assert [len(choice) for choice in tokens] == [10] * 5
             assert len({tuple(choice) for choice in tokens}) > 1
@@ -333,7 +333,7 @@ def test_sharded_weights_load(directory: Path, tmp_path: Path) -> None:
 
 def test_events_name_blocks_by_content_with_their_parents(directory: Path) -> None:
     async def body() -> None:
-        async with started(directory, block=8) as engine:
+        async with started(directory, block_size=8) as engine:
             stored: list[KvStored] = []
 
             async def watch() -> None:

@@ -111,43 +111,43 @@ async def ask_all(directory: Path, works: list[Work], together: bool = True, **o
         return [await answer(engine, asked) for asked in works]
 
 
-WAYS: dict[str, dict[str, object]] = {"native": {"native": True}, "torch": {"native": False}}
+TRANSPORTS: dict[str, dict[str, object]] = {"native": {"native": True}, "torch": {"native": False}}
 if torch.cuda.is_available():
-    WAYS["cuda"] = {"device": "cuda"}
-WAYS = {name: {"device": "cpu", **options} for name, options in WAYS.items()}
+    TRANSPORTS["cuda"] = {"device": "cuda"}
+TRANSPORTS = {name: {"device": "cpu", **options} for name, options in TRANSPORTS.items()}
 
 
-@pytest.fixture(params=sorted(WAYS))
-def way(request: pytest.FixtureRequest) -> dict[str, object]:
-    return WAYS[request.param]
+@pytest.fixture(params=sorted(TRANSPORTS))
+def transport(request: pytest.FixtureRequest) -> dict[str, object]:
+    return TRANSPORTS[request.param]
 
 
-def test_alone(model: tuple[Path, Reference], way: dict[str, object]) -> None:
+def test_alone(model: tuple[Path, Reference], transport: dict[str, object]) -> None:
     directory, reference = model
     asked = [*prompts(2), (5,)]
-    answers = run_bounded(ask_all(directory, [work(p) for p in asked], together=False, **way), 60)
+    answers = run_bounded(ask_all(directory, [work(p) for p in asked], together=False, **transport), 60)
     assert [found.tokens for found in answers] == [reference.tokens(p) for p in asked]
 
 
 def test_together_in_chunks_with_preemption_and_shared_prefixes(
-    model: tuple[Path, Reference], way: dict[str, object]
+    model: tuple[Path, Reference], transport: dict[str, object]
 ) -> None:
     directory, reference = model
     asked = prompts(6)
     asked += [asked[0], (*asked[1][:40], 9, 9), asked[2] + (1, 2, 3)]
     # Eleven tokens a step cut every prompt into chunks; 40 blocks of 4 hold about two of the nine at a time.
     options: dict[str, object] = {"block": 4, "blocks": 40, "batch_tokens": 11, "max_running": 8}
-    answers = run_bounded(ask_all(directory, [work(p) for p in asked], **options, **way), 110)
+    answers = run_bounded(ask_all(directory, [work(p) for p in asked], **options, **transport), 110)
     assert [found.tokens for found in answers] == [reference.tokens(p) for p in asked]
 
 
 def test_a_prompt_that_is_in_the_cache_gives_the_same_answer(
-    model: tuple[Path, Reference], way: dict[str, object]
+    model: tuple[Path, Reference], transport: dict[str, object]
 ) -> None:
     directory, reference = model
     (prompt,) = prompts(1, shortest=60)
     works = [work(prompt), work(prompt), work((*prompt[:32], 1, 2)), work(prompt)]
-    answers = run_bounded(ask_all(directory, works, together=False, block=8, **way), 60)
+    answers = run_bounded(ask_all(directory, works, together=False, block_size=8, **transport), 60)
     expected = [reference.tokens(asked.token_ids) for asked in works]
     assert [found.tokens for found in answers] == expected
     cached = [found.end.cached_tokens if found.end else None for found in answers]
@@ -155,11 +155,11 @@ def test_a_prompt_that_is_in_the_cache_gives_the_same_answer(
     assert cached == [0, whole, 32, whole]
 
 
-def test_log_probabilities_of_answer_and_prompt(model: tuple[Path, Reference], way: dict[str, object]) -> None:
+def test_log_probabilities_of_answer_and_prompt(model: tuple[Path, Reference], transport: dict[str, object]) -> None:
     directory, reference = model
     (prompt,) = prompts(1, shortest=40)
     asked = work(prompt, logprobs=3, prompt_logprobs=2)
-    (found,) = run_bounded(ask_all(directory, [asked], batch_tokens=16, **way), 60)
+    (found,) = run_bounded(ask_all(directory, [asked], batch_tokens=16, **transport), 60)
     expected = reference.logprobs((*prompt, *found.tokens))
     chosen = [value for part in found.logprobs for value in part.chosen]
     top = [position for part in found.logprobs for position in part.top]

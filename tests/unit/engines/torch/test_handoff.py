@@ -16,13 +16,13 @@ from baton.health.watchdog import StallClock
 from baton.ports.engine import HandoffStyle, Stream
 from baton.protocol.commands import (
     ClearCache,
+    Command,
     Continue,
     FromDisk,
     Pause,
     ReleaseMemory,
     ResumeMemory,
     UpdateWeights,
-    Verb,
 )
 from baton.protocol.handoff import Produce
 from baton.protocol.ids import RequestId
@@ -63,9 +63,12 @@ async def stays_free(here: Session) -> None:
 
 def test_the_cache_is_described_and_only_a_lender_shares_it(model: Path) -> None:
     async def body() -> None:
-        async with session(model, lends=True, block=8, blocks=40) as lender, session(model, block=8) as borrower:
-            assert lender.engine.capabilities.handoff is HandoffStyle.EARLY
-            kv, other = lender.info.kv, borrower.info.kv
+        async with (
+            session(model, exports_kv=True, block_size=8, blocks=40) as producer,
+            session(model, block_size=8) as consumer,
+        ):
+            assert producer.engine.capabilities.handoff is HandoffStyle.EARLY
+            kv, other = producer.info.kv, consumer.info.kv
             assert kv is not None
             assert other is not None
             assert other.shape == kv.shape
@@ -73,7 +76,7 @@ def test_the_cache_is_described_and_only_a_lender_shares_it(model: Path) -> None
             assert (kv.device, kv.planes, kv.blocks) == ("cpu", 6, 40)
             assert kv.block_bytes == 8 * 2 * 16 * 4
             assert kv.plane_bytes == 40 * kv.block_bytes
-            _, blocks = await lend(lender)
+            _, blocks = await lend(producer)
             assert kv.descriptor is not None
             with mmap.mmap(kv.descriptor, kv.nbytes, prot=mmap.PROT_READ) as mapped:
                 for plane in range(kv.planes):
@@ -90,7 +93,7 @@ def test_a_stopped_engine_has_closed_the_file_of_its_cache(model: Path) -> None:
         return sum("baton-kv" in os.readlink(link) for link in links)
 
     async def body() -> None:
-        async with session(model, lends=True) as here:
+        async with session(model, exports_kv=True) as here:
             assert shared() > 0
             del here
         await eventually(lambda: gc.collect() >= 0 and shared() == 0)
@@ -110,7 +113,7 @@ def test_the_same_model_has_one_name_everywhere_and_another_has_another(model: P
         turned = make_tiny_model(tmp_path / "turned", rope_theta=5000.0)
         ours = await name(model, native=False)
         assert ours.startswith("llama-")
-        assert await name(copy, block=32, context=512, lends=True) == ours
+        assert await name(copy, block_size=32, context=512, exports_kv=True) == ours
         assert len({ours, await name(retrained), await name(turned)}) == 3
 
     run_bounded(body(), 60)
@@ -118,30 +121,30 @@ def test_the_same_model_has_one_name_everywhere_and_another_has_another(model: P
 
 def test_the_cache_lies_where_it_did_after_it_was_released(model: Path) -> None:
     async def body() -> None:
-        async with session(model, lends=True) as lender, session(model) as borrower:
-            for here in (lender, borrower):
+        async with session(model, exports_kv=True) as producer, session(model) as consumer:
+            for here in (producer, consumer):
                 before = await here.say()
                 await here.order(ReleaseMemory(tags=("kv_cache",)))
                 await here.order(ResumeMemory(tags=("kv_cache",)))
                 assert await here.say() == before
                 await here.order(ClearCache())
-            request_id, blocks = await lend(lender)
-            consumer, stream, wanted = await receive(borrower)
-            assert lender.info.kv is not None
-            assert borrower.info.kv is not None
+            request_id, blocks = await lend(producer)
+            consumer, stream, wanted = await receive(consumer)
+            assert producer.info.kv is not None
+            assert consumer.info.kv is not None
             for theirs, mine in zip(blocks, wanted.blocks, strict=True):
-                write_block(borrower.info.kv, mine, read_block(lender.info.kv, theirs))
-            borrower.engine.received(consumer)
+                write_block(consumer.info.kv, mine, read_block(producer.info.kv, theirs))
+            consumer.engine.received(consumer)
             assert (await read(stream))[0] == before
-            await lender.engine.abort(request_id)
-            await stays_free(lender)
+            await producer.engine.abort(request_id)
+            await stays_free(producer)
 
     run_bounded(body())
 
 
 def test_a_lender_gives_its_memory_back(model: Path) -> None:
     async def body() -> None:
-        async with session(model, lends=True) as here:
+        async with session(model, exports_kv=True) as here:
             kv = here.info.kv
             assert kv is not None
             assert kv.descriptor is not None
@@ -157,16 +160,16 @@ def test_a_lender_gives_its_memory_back(model: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["lent", "receiving"])
-@pytest.mark.parametrize("verb", ["kv_cache", "both", "update"])
-def test_what_would_destroy_kv_of_others_is_refused_and_changes_nothing(model: Path, side: str, verb: str) -> None:
-    verbs: dict[str, Verb] = {
+@pytest.mark.parametrize("command", ["kv_cache", "both", "update"])
+def test_what_would_destroy_kv_of_others_is_refused_and_changes_nothing(model: Path, side: str, command: str) -> None:
+    verbs: dict[str, Command] = {
         "kv_cache": ReleaseMemory(tags=("kv_cache",)),
         "both": ReleaseMemory(tags=("kv_cache", "weights")),
         "update": UpdateWeights(source=FromDisk(path=str(model)), version="2"),
     }
 
     async def body() -> None:
-        async with session(model, lends=True) as here:
+        async with session(model, exports_kv=True) as here:
             before = await here.say()
             await here.order(ClearCache())
             request_ids = [
@@ -174,11 +177,11 @@ def test_what_would_destroy_kv_of_others_is_refused_and_changes_nothing(model: P
                 for prompt in (PROMPT, PROMPT[1:])
             ]
             with pytest.raises(InvalidRequest, match="2 requests are being handed over"):
-                await here.order(verbs[verb])
+                await here.order(verbs[command])
             assert await here.say() == before
             for request_id in request_ids:
                 await here.engine.abort(request_id)
-            await here.order(verbs[verb])
+            await here.order(verbs[command])
             await here.order(ResumeMemory(tags=("kv_cache", "weights")))
             assert await here.say() == before
             await stays_free(here)
@@ -188,7 +191,7 @@ def test_what_would_destroy_kv_of_others_is_refused_and_changes_nothing(model: P
 
 def test_a_prompt_that_is_half_told_is_being_handed_over_too(model: Path) -> None:
     async def body() -> None:
-        async with session(model, lends=True, batch_tokens=16, max_running=1) as here:
+        async with session(model, exports_kv=True, batch_tokens=16, max_running=1) as here:
             request_id, stream = here.start(tuple(i % 250 for i in range(900)), 1, Produce())
             (first,) = await stream.read()
             assert isinstance(first, KvComputed)
@@ -210,33 +213,33 @@ def test_a_prompt_that_is_half_told_is_being_handed_over_too(model: Path) -> Non
 
 def test_what_receives_and_what_is_lent_outlives_a_cleared_cache_and_a_pause(model: Path) -> None:
     async def body() -> None:
-        async with session(model, lends=True) as lender, session(model) as borrower:
-            kv, own = lender.info.kv, borrower.info.kv
+        async with session(model, exports_kv=True) as producer, session(model) as consumer:
+            kv, own = producer.info.kv, consumer.info.kv
             assert kv is not None
             assert own is not None
-            alone = await lender.say()
-            request_id, blocks = await lend(lender)
-            consumer, stream, wanted = await receive(borrower)
+            alone = await producer.say()
+            request_id, blocks = await lend(producer)
+            consumer, stream, wanted = await receive(consumer)
             content = [read_block(kv, block) for block in blocks]
-            for here in (lender, borrower):
+            for here in (producer, consumer):
                 await here.order(ClearCache())
                 await here.order(Pause(mode="retract"))
                 await here.order(ReleaseMemory(tags=("weights",)))
             for part, mine in zip(content, wanted.blocks, strict=True):
                 write_block(own, mine, part)
-            borrower.engine.received(consumer)
+            consumer.engine.received(consumer)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(stream.read(), 0.2)
-            for here in (lender, borrower):
+            for here in (producer, consumer):
                 await here.order(ResumeMemory(tags=("weights",)))
                 await here.order(Continue())
             assert (await read(stream))[0] == alone
-            assert await borrower.cached() == 0, "what came before the cache was cleared is not found after it"
-            await lender.say(tuple(range(200, 250)) * 4)
+            assert await consumer.cached() == 0, "what came before the cache was cleared is not found after it"
+            await producer.say(tuple(range(200, 250)) * 4)
             assert [read_block(kv, block) for block in blocks] == content
-            await lender.engine.abort(request_id)
-            await stays_free(lender)
-            await stays_free(borrower)
+            await producer.engine.abort(request_id)
+            await stays_free(producer)
+            await stays_free(consumer)
 
     run_bounded(body())
 
@@ -268,7 +271,7 @@ def test_a_pause_that_aborts_ends_who_receives_but_leaves_the_blocks_to_the_fetc
 
 def test_a_pause_that_aborts_leaves_what_is_lent(model: Path) -> None:
     async def body() -> None:
-        async with session(model, lends=True) as here:
+        async with session(model, exports_kv=True) as here:
             kv = here.info.kv
             assert kv is not None
             request_id, blocks = await lend(here)
@@ -288,19 +291,19 @@ def test_a_pause_that_aborts_leaves_what_is_lent(model: Path) -> None:
 
 def test_who_has_received_is_preempted_and_computed_again_like_any_other(model: Path) -> None:
     async def body() -> None:
-        async with session(model, lends=True) as lender, session(model, prefix_reuse=False) as borrower:
-            assert lender.info.kv is not None
-            assert borrower.info.kv is not None
-            alone = await lender.say(tokens=LONG)
-            _, blocks = await lend(lender)
-            request_id, stream = borrower.start(PROMPT, LONG, CONSUME)
+        async with session(model, exports_kv=True) as producer, session(model, prefix_cache=False) as consumer:
+            assert producer.info.kv is not None
+            assert consumer.info.kv is not None
+            alone = await producer.say(tokens=LONG)
+            _, blocks = await lend(producer)
+            request_id, stream = consumer.start(PROMPT, LONG, CONSUME)
             wanted = await wanted_by(stream)
             for theirs, mine in zip(blocks, wanted.blocks, strict=True):
-                write_block(borrower.info.kv, mine, read_block(lender.info.kv, theirs))
-            borrower.engine.received(request_id)
+                write_block(consumer.info.kv, mine, read_block(producer.info.kv, theirs))
+            consumer.engine.received(request_id)
             start, _ = await read(stream, at_least=3)
-            await borrower.order(Pause(mode="retract"))
-            await borrower.order(Continue())
+            await consumer.order(Pause(mode="retract"))
+            await consumer.order(Continue())
             assert start + (await read(stream))[0] == alone
 
     run_bounded(body())
@@ -308,7 +311,7 @@ def test_who_has_received_is_preempted_and_computed_again_like_any_other(model: 
 
 def test_an_engine_that_waits_for_others_is_quiet_and_not_stalled(model: Path) -> None:
     async def body() -> None:
-        async with session(model, lends=True, blocks=8, context=128) as here:
+        async with session(model, exports_kv=True, blocks=8, context=128) as here:
             lent = [(await lend(here, tuple(range(first, first + 48))))[0] for first in (1, 51)]
             _, _, wanted = await receive(here, (5, 6, 7))
             _, waiting = here.start(tuple(range(101, 140)), 4)
@@ -329,17 +332,17 @@ def test_an_engine_that_waits_for_others_is_quiet_and_not_stalled(model: Path) -
 
 def test_a_guided_consumer_wants_its_kv_when_its_grammar_is_there(model: Path) -> None:
     async def body() -> None:
-        async with session(model, lends=True) as lender, session(model) as borrower:
-            assert lender.info.kv is not None
-            assert borrower.info.kv is not None
+        async with session(model, exports_kv=True) as producer, session(model) as consumer:
+            assert producer.info.kv is not None
+            assert consumer.info.kv is not None
             guided = {"guided_decoding": GuidedDecoding(regex="[a-c]{5}"), "temperature": 0.0}
-            alone, _ = await read(lender.start(PROMPT, 16, None, **guided)[1])
-            _, blocks = await lend(lender)
-            request_id, stream = borrower.start(PROMPT, 16, CONSUME, **guided)
+            alone, _ = await read(producer.start(PROMPT, 16, None, **guided)[1])
+            _, blocks = await lend(producer)
+            request_id, stream = consumer.start(PROMPT, 16, CONSUME, **guided)
             wanted = await wanted_by(stream)
             for theirs, mine in zip(blocks, wanted.blocks, strict=True):
-                write_block(borrower.info.kv, mine, read_block(lender.info.kv, theirs))
-            borrower.engine.received(request_id)
+                write_block(consumer.info.kv, mine, read_block(producer.info.kv, theirs))
+            consumer.engine.received(request_id)
             assert (await read(stream))[0] == alone
 
     run_bounded(body())

@@ -280,8 +280,16 @@ def test_every_way_to_cut_a_prompt_gives_the_same_bits(name: str, block: int, dt
     whole = prompt.in_chunks(prompt.decoder())
     written = prompt.kv.clone()
     assert torch.isfinite(whole).all()
-    ways = [[1], [298], [128], [127, 129], [3, 6, 9, 130, 131, 132, 260], list(range(7, 299, 7)), list(range(1, 299))]
-    for threads, cuts in zip((1, 2, 3, 1, 2, 3, 2), ways, strict=True):
+    transports = [
+        [1],
+        [298],
+        [128],
+        [127, 129],
+        [3, 6, 9, 130, 131, 132, 260],
+        list(range(7, 299, 7)),
+        list(range(1, 299)),
+    ]
+    for threads, cuts in zip((1, 2, 3, 1, 2, 3, 2), transports, strict=True):
         prompt.kv.fill_(math.nan)
         assert torch.equal(prompt.in_chunks(prompt.decoder(threads), *cuts), whole), cuts
         assert torch.equal(prompt.kv.nan_to_num(9), written.nan_to_num(9)), cuts
@@ -471,7 +479,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
 
 def answers(directory: Path, torch_prompts: bool, **options: object) -> dict[str, list[int]]:
     """Let three requests run together in small steps; return the tokens of each."""
-    chosen = TorchOptions(device="cpu", threads=2, block=4, blocks=64, batch_tokens=13, **options)
+    chosen = TorchOptions(device="cpu", threads=2, block_size=4, blocks=64, batch_tokens=13, **options)
     core = Core(Runner(chosen, directory, lambda *_: None, torch_prompts=torch_prompts), chosen)
     for name, length in (("a", 30), ("b", 1), ("c", 17)):
         work = Work(

@@ -101,7 +101,7 @@ def edited(logits: list[float], sequence: Sequence) -> list[float]:
             row[token] = row[token] / plan.repetition if row[token] > 0 else row[token] * plan.repetition
         if count := output[token]:
             row[token] -= plan.frequency * count
-            row[token] -= plan.presence
+            row[token] -= plan.registration
     values: list[float] = row.tolist()
     return values
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from baton.errors import BatonError, EngineDead, EngineFailed, InvalidRequest  # noqa: E402
 from baton.protocol.commands import (  # noqa: E402
+    Command,
     FromDisk,
     FromGroup,
     FromSharedMemory,
@@ -34,7 +35,6 @@ from baton.protocol.commands import (  # noqa: E402
     SharedTensor,
     TensorSpec,
     UpdateWeights,
-    Verb,
     WeightSource,
 )
 from baton.testing import eventually, run_bounded  # noqa: E402
@@ -444,10 +444,10 @@ def test_an_engine_stops_at_once_while_it_waits_for_a_trainer(
             async with session(model) as here:
                 if waits == "for tensors":
                     await here.order(join)
-                    verb: Verb = update(FromGroup(group="trainer", tensors=specs(new), timeout_s=3))
+                    command: Command = update(FromGroup(group="trainer", tensors=specs(new), timeout_s=3))
                 else:
-                    verb = msgspec.structs.replace(join, timeout_s=3)
-                order = asyncio.create_task(here.order(verb))
+                    command = msgspec.structs.replace(join, timeout_s=3)
+                order = asyncio.create_task(here.order(command))
                 await asyncio.sleep(0.2)
                 async with asyncio.timeout(2):
                     await here.engine.stop()

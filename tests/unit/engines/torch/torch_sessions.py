@@ -10,7 +10,7 @@ from typing import Any
 from baton.config.engines import TorchOptions
 from baton.engines.torch.engine import TorchEngine
 from baton.ports.engine import EngineInfo, Stream, Work
-from baton.protocol.commands import Outcome, Verb
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvCleared, LoadSnapshot, Reading
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
@@ -31,8 +31,8 @@ class Session:
         self.listening = asyncio.create_task(self._listen())
         self._numbers = 0
 
-    async def order(self, verb: Verb) -> Outcome:
-        return await self.engine.control(verb)
+    async def order(self, command: Command) -> Outcome:
+        return await self.engine.execute(command)
 
     def start(
         self, prompt: tuple[int, ...] = PROMPT, tokens: int = 16, handoff: Handoff | None = None, **sampling: Any
@@ -86,12 +86,14 @@ async def read(stream: Stream, at_least: int | None = None) -> tuple[list[int], 
 
 @asynccontextmanager
 async def session(
-    directory: Path, spill_dir: Path | None = None, lends: bool = False, **options: Any
+    directory: Path, spill_dir: Path | None = None, exports_kv: bool = False, **options: Any
 ) -> AsyncIterator[Session]:
     """Run an engine until the end of the block."""
     settings: dict[str, Any] = {"dtype": "float32", "threads": 1, "blocks": 256, "context": 1024, "max_running": 4}
     spill = str(spill_dir or directory / "spill")
-    engine = TorchEngine(TorchOptions(**{**settings, "spill_dir": spill, **options}), directory, "tiny", lends=lends)
+    engine = TorchEngine(
+        TorchOptions(**{**settings, "spill_dir": spill, **options}), directory, "tiny", exports_kv=exports_kv
+    )
     here = Session(engine, await engine.start())
     try:
         yield here

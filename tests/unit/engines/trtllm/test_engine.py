@@ -96,7 +96,7 @@ def test_d12_only_a_dead_engine_ends_all_and_says_so_to_each(version: str) -> No
             with pytest.raises(EngineDead):
                 session.engine.submit(work(1))
             with pytest.raises(EngineDead):
-                await session.engine.control(ListLoras())
+                await session.engine.execute(ListLoras())
             assert session.busy() == 0
 
     run_bounded(body())
@@ -124,13 +124,13 @@ def test_an_engine_that_dies_while_nothing_runs_is_noticed(version: str, monkeyp
         engine = make(version, world, library=spied.library)
         async with started(engine):
             spied.made[0].shutdown()
-            await eventually(lambda: not accepts(engine))
+            await eventually(lambda: not model_input(engine))
 
     monkeypatch.setattr(health, "HEALTH_EVERY_S", 0.05)
     run_bounded(body())
 
 
-def accepts(engine: TrtllmEngine) -> bool:
+def model_input(engine: TrtllmEngine) -> bool:
     try:
         engine.submit(work(1, tokens=1))
     except EngineDead:
@@ -374,23 +374,23 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path) -> None:
         async with started(make("1.3.0rc22", World(), lora)) as session:
             engine = session.engine
             assert engine.capabilities.lora
-            assert (await engine.control(ListLoras())).adapters == ("given",)
-            loaded = await engine.control(LoadLora(name="mine", path=str(tmp_path / "mine")))
+            assert (await engine.execute(ListLoras())).adapters == ("given",)
+            loaded = await engine.execute(LoadLora(name="mine", path=str(tmp_path / "mine")))
             assert loaded.adapters == ("given", "mine")
             for wrong in (LoadLora(name="mine", path=str(tmp_path)), LoadLora(name="x", path="no/such")):
                 with pytest.raises(InvalidRequest):
-                    await engine.control(wrong)
+                    await engine.execute(wrong)
             stream = engine.submit(work(1, tokens=200, lora_name="mine"))
-            assert (await engine.control(UnloadLora(name="mine"))).adapters == ("given",)
+            assert (await engine.execute(UnloadLora(name="mine"))).adapters == ("given",)
             assert session.busy() == 0, "it waits for those who use it"
             assert len((await read_to_the_end(stream)).tokens[0]) == 200
-            for refused in (engine.control(UnloadLora(name="mine")),):
+            for refused in (engine.execute(UnloadLora(name="mine")),):
                 with pytest.raises(InvalidRequest):
                     await refused
             with pytest.raises(InvalidRequest, match="lora_name"):
                 engine.submit(work(1, lora_name="mine"))
             with pytest.raises(Unsupported):
-                await engine.control(Pause())
+                await engine.execute(Pause())
 
     run_bounded(body())
 
@@ -400,7 +400,7 @@ def test_without_adapters_there_are_none_to_order() -> None:
         async with started(make("1.3.0rc22", World())) as session:
             assert not session.engine.capabilities.lora
             with pytest.raises(Unsupported):
-                await session.engine.control(ListLoras())
+                await session.engine.execute(ListLoras())
 
     run_bounded(body())
 

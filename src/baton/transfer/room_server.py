@@ -7,18 +7,18 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from baton.config.transfer import TransferOptions, chosen_ways
+from baton.config.transfer import KvTransferOptions, chosen_transports
 from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
-from baton.ports.transfer import KvMemory, Source
+from baton.ports.transfer import KvMemory, TransportServer
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvComputed
 from baton.transfer import nixl, wire
 from baton.transfer.block_copy import require_alike
-from baton.transfer.connection import Line
+from baton.transfer.connection import RoomConnection
 from baton.transfer.failures import failed, failure
 from baton.transfer.rooms import Room, Rooms, RoomState
-from baton.transfer.shm import ShmSource
-from baton.transfer.tcp import TcpSource
+from baton.transfer.shm import ShmServer
+from baton.transfer.tcp import TcpServer
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ GREETING_S = 5.0
 BACKLOG = 512
 
 
-async def open_lender(
-    options: TransferOptions, memory: KvMemory | None, host: str, meeting: tuple[str, int] | None = None
-) -> "KvLender":
+async def open_room_server(
+    options: KvTransferOptions, memory: KvMemory | None, host: str, meeting: tuple[str, int] | None = None
+) -> "RoomServer":
     """Listen on `host` for those who come for KV of `memory`, or of an engine that moves it by itself at `meeting`.
 
     Raises ConfigError.
@@ -37,42 +37,42 @@ async def open_lender(
         family, _, _, _, address = socket.getaddrinfo(host, options.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {options.port} (--transfer-port): {error}") from None
+        raise ConfigError(f"cannot listen on {host} port {options.port} (--kv-port): {error}") from None
     listener.setblocking(False)
-    return KvLender(options, memory, listener, meeting)
+    return RoomServer(options, memory, listener, meeting)
 
 
-class KvLender:
-    """A Lender (see `ports/transfer.py`). Event-loop thread only."""
+class RoomServer:
+    """A Producer (see `ports/transfer.py`). Event-loop thread only."""
 
     def __init__(
         self,
-        options: TransferOptions,
+        options: KvTransferOptions,
         memory: KvMemory | None,
         listener: socket.socket,
         meeting: tuple[str, int] | None = None,
     ) -> None:
-        self.rooms = Rooms(memory_s=options.claim_s)
+        self.rooms = Rooms(memory_s=options.claim_timeout_s)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._options = options
         self._memory = memory
         self._meeting = meeting
         self._listener = listener
         self._name = uuid.uuid4().hex
-        self._data = TcpSource(memory, self.rooms.check, options.checksum) if memory is not None else None
+        self._data = TcpServer(memory, self.rooms.check, options.checksum) if memory is not None else None
         self._sources = {source.name: source for source in _sources(options, memory, self.rooms, self._data)}
-        self._leases: dict[Room, KvLease] = {}
-        self._waiting: dict[int, list[_Visit]] = {}
-        self._visits: set[_Visit] = set()
+        self._leases: dict[Room, RoomLease] = {}
+        self._waiting: dict[int, list[_ClaimSession]] = {}
+        self._visits: set[_ClaimSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
         self._spawn(self._accept())
 
-    def lend(self, ticket: Ticket, prompt_tokens: int) -> "KvLease":
+    def lend(self, ticket: Ticket, prompt_tokens: int) -> "RoomLease":
         """See `Lender.lend`."""
         room = self.rooms.offer(ticket.room, ticket.secret, prompt_tokens)
-        lease = self._leases[room] = KvLease(self, room, self._options.claim_s)
+        lease = self._leases[room] = RoomLease(self, room, self._options.claim_timeout_s)
         self._empty.clear()
         for visit in self._waiting.pop(room.number, ()):
             visit.claim()
@@ -117,11 +117,11 @@ class KvLender:
             if not self._leases:
                 self._empty.set()
 
-    def wait_for_room(self, visit: "_Visit", number: int) -> None:
+    def wait_for_room(self, visit: "_ClaimSession", number: int) -> None:
         """Somebody has come before the prefill has begun."""
         self._waiting.setdefault(number, []).append(visit)
 
-    def forget(self, visit: "_Visit", number: int | None) -> None:
+    def forget(self, visit: "_ClaimSession", number: int | None) -> None:
         """A visit has ended."""
         self._visits.discard(visit)
         if number is not None and visit in (waiting := self._waiting.get(number, [])):
@@ -129,22 +129,22 @@ class KvLender:
             if not waiting:
                 del self._waiting[number]
 
-    def attach(self, room: Room, visit: "_Visit") -> wire.Accepted:
+    def attach(self, room: Room, visit: "_ClaimSession") -> wire.Accepted:
         """Tell the holder of `room` from now on what becomes of it; return the first thing to tell."""
         self._leases[room].attach(visit)
         return wire.Accepted(self._name, self._memory, tuple(self._sources), room.prompt_tokens, self._meeting)
 
-    def open_way(self, visit: "_Visit", way: str) -> None:
+    def open_transport(self, visit: "_ClaimSession", transport: str) -> None:
         """Prepare a way to read our memory and tell the visitor about it."""
-        self._spawn(self._open_way(visit, way))
+        self._spawn(self._open_transport(visit, transport))
 
-    async def _open_way(self, visit: "_Visit", way: str) -> None:
+    async def _open_transport(self, visit: "_ClaimSession", transport: str) -> None:
         try:
-            if way not in self._sources:
-                raise PeerLost(f"there is no way {way!r} here")
-            visit.line.send(wire.Opened(way, await self._sources[way].open()))
+            if transport not in self._sources:
+                raise PeerLost(f"there is no way {transport!r} here")
+            visit.line.send(wire.Opened(transport, await self._sources[transport].open()))
         except PeerLost as error:
-            visit.line.send(wire.Opened(way, problem=error.message))
+            visit.line.send(wire.Opened(transport, problem=error.message))
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -171,7 +171,7 @@ class KvLender:
         if preamble == wire.DATA and self._data is not None and self._data.name in self._sources:
             await self._data.serve(connection)
         elif preamble == wire.LINE:
-            visit = _Visit(self, self._memory, self._options)
+            visit = _ClaimSession(self, self._memory, self._options)
             self._visits.add(visit)
             await loop.connect_accepted_socket(lambda: visit.line, connection)
         else:
@@ -183,17 +183,17 @@ class KvLender:
         task.add_done_callback(self._tasks.discard)
 
 
-class KvLease:
+class RoomLease:
     """See `Lease`."""
 
-    def __init__(self, lender: KvLender, room: Room, claim_s: float) -> None:
+    def __init__(self, producer: RoomServer, room: Room, claim_timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
-        self._lender = lender
+        self._producer = producer
         self._room = room
-        self._visit: _Visit | None = None
+        self._visit: _ClaimSession | None = None
         self._on_lost: Callable[[BatonError], None] | None = None
         self._end: asyncio.Future[None] = loop.create_future()
-        self._timer = loop.call_later(claim_s, self._expire, claim_s)
+        self._timer = loop.call_later(claim_timeout_s, self._expire, claim_timeout_s)
 
     def computed(self, output: KvComputed) -> None:
         """See `Lease.computed`."""
@@ -207,7 +207,7 @@ class KvLease:
     def fail(self, error: BatonError) -> None:
         """See `Lease.fail`."""
         state = RoomState.CANCELLED if isinstance(error, Cancelled) else RoomState.FAILED
-        self._lender.end(self._room, state, error)
+        self._producer.end(self._room, state, error)
 
     def on_lost(self, callback: Callable[[BatonError], None]) -> None:
         """See `Lease.on_lost`."""
@@ -217,7 +217,7 @@ class KvLease:
         """See `Lease.ended`."""
         await asyncio.shield(self._end)
 
-    def attach(self, visit: "_Visit") -> None:
+    def attach(self, visit: "_ClaimSession") -> None:
         """Somebody has claimed it."""
         self._timer.cancel()
         self._visit = visit
@@ -235,20 +235,22 @@ class KvLease:
             if self._on_lost is not None:
                 self._on_lost(error)
 
-    def _expire(self, claim_s: float) -> None:
-        self._lender.end(self._room, RoomState.EXPIRED, PeerLost(f"nobody has come for the KV within {claim_s:g} s"))
+    def _expire(self, claim_timeout_s: float) -> None:
+        self._producer.end(
+            self._room, RoomState.EXPIRED, PeerLost(f"nobody has come for the KV within {claim_timeout_s:g} s")
+        )
 
 
-class _Visit:
+class _ClaimSession:
     """Somebody on the line."""
 
-    def __init__(self, lender: KvLender, memory: KvMemory | None, options: TransferOptions) -> None:
-        self.line = Line(options.beat_s, options.silence_s)
+    def __init__(self, producer: RoomServer, memory: KvMemory | None, options: KvTransferOptions) -> None:
+        self.line = RoomConnection(options.heartbeat_s, options.peer_timeout_s)
         self.line.on_message = self._hear
         self.line.on_lost = self._lost
-        self._lender = lender
+        self._producer = producer
         self._memory = memory
-        self._claim_s = options.claim_s
+        self._claim_s = options.claim_timeout_s
         self._claim: wire.Claim | None = None
         self._room: Room | None = None
         self._timer = asyncio.get_running_loop().call_later(GREETING_S, self._refuse, PeerLost("no claim has come"))
@@ -258,16 +260,16 @@ class _Visit:
         assert self._claim is not None
         try:
             require_alike(self._memory, self._claim.memory)
-            self._room = self._lender.rooms.claim(self._claim.room, self._claim.secret)
+            self._room = self._producer.rooms.claim(self._claim.room, self._claim.secret)
         except BatonError as error:
             self._refuse(error)
             return
         if self._room is None:
-            self._lender.wait_for_room(self, self._claim.room)
+            self._producer.wait_for_room(self, self._claim.room)
             return
         self._timer.cancel()
         room = self._room
-        self.line.send(self._lender.attach(room, self))
+        self.line.send(self._producer.attach(room, self))
         if room.blocks:
             self.line.send(wire.Computed(tuple(room.blocks), room.complete, room.cached_tokens))
 
@@ -280,7 +282,7 @@ class _Visit:
         """Hang up."""
         self._timer.cancel()
         self.line.close()
-        self._lender.forget(self, self._claim.room if self._claim else None)
+        self._producer.forget(self, self._claim.room if self._claim else None)
 
     def _hear(self, message: wire.Message) -> None:
         match message:
@@ -291,9 +293,9 @@ class _Visit:
                 self._timer = asyncio.get_running_loop().call_later(self._claim_s, self._refuse, late)
                 self.claim()
             case wire.Open() if self._room is not None:
-                self._lender.open_way(self, message.way)
+                self._producer.open_transport(self, message.transport)
             case wire.Taken() if self._room is not None and (self._room.complete or self._memory is None):
-                self._lender.end(self._room, RoomState.DONE)
+                self._producer.end(self._room, RoomState.DONE)
             case wire.Failed() if self._claim is not None:
                 self._regret(failure(message))
             case _:
@@ -304,39 +306,39 @@ class _Visit:
         assert self._claim is not None
         if self._room is not None:
             state = RoomState.CANCELLED if isinstance(error, Cancelled) else RoomState.FAILED
-            self._lender.end(self._room, state, error)
+            self._producer.end(self._room, state, error)
         else:
-            self._lender.rooms.refuse(self._claim.room, self._claim.secret, error)
+            self._producer.rooms.refuse(self._claim.room, self._claim.secret, error)
             self.leave()
 
     def _refuse(self, error: BatonError) -> None:
         if self._room is not None:
-            self._lender.end(self._room, RoomState.FAILED, error)
+            self._producer.end(self._room, RoomState.FAILED, error)
         else:
             self.finish(error)
 
     def _lost(self, error: PeerLost) -> None:
         if self._room is not None:
-            self._lender.end(self._room, RoomState.FAILED, error)
+            self._producer.end(self._room, RoomState.FAILED, error)
         self.leave()
 
 
 def _sources(
-    options: TransferOptions, memory: KvMemory | None, rooms: Rooms, data: TcpSource | None
-) -> Sequence[Source]:
+    options: KvTransferOptions, memory: KvMemory | None, rooms: Rooms, data: TcpServer | None
+) -> Sequence[TransportServer]:
     """Return the ways in which our memory can be read, best first."""
-    sources: list[Source] = []
+    sources: list[TransportServer] = []
     if memory is None or data is None:
         return sources
-    for way in chosen_ways(options):
-        if way == "shm" and memory.descriptor is not None:
-            sources.append(ShmSource(memory, rooms.check))
-        elif way == "nixl" and nixl.available():
-            sources.append(nixl.NixlSource(memory))
-        elif way == "tcp" and memory.device == "cpu":
+    for transport in chosen_transports(options):
+        if transport == "shm" and memory.descriptor is not None:
+            sources.append(ShmServer(memory, rooms.check))
+        elif transport == "nixl" and nixl.available():
+            sources.append(nixl.NixlServer(memory))
+        elif transport == "tcp" and memory.device == "cpu":
             sources.append(data)
     if not sources:
-        raise ConfigError(f"none of the ways {options.ways} (--transfer-ways) works here")
+        raise ConfigError(f"none of the ways {options.transports} (--kv-transports) works here")
     return sources
 
 

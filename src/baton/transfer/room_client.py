@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from baton.config.transfer import TransferOptions, chosen_ways
+from baton.config.transfer import KvTransferOptions, chosen_transports
 from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
-from baton.ports.transfer import KvMemory, Path, Reach
+from baton.ports.transfer import KvMemory, Path, TransportClient
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvWanted
 from baton.transfer import nixl, wire
 from baton.transfer.block_copy import require_alike
-from baton.transfer.connection import Line, outgoing_line
+from baton.transfer.connection import RoomConnection, outgoing_connection
 from baton.transfer.failures import failed, failure
-from baton.transfer.shm import ShmReach
-from baton.transfer.tcp import TcpReach
+from baton.transfer.shm import ShmClient
+from baton.transfer.tcp import TcpClient
 
 OPEN_S = 10.0
 IDLE_PEER_S = 600.0
@@ -26,12 +26,12 @@ NOT_WANTED = Cancelled("the KV is not wanted any more")
 T = TypeVar("T")
 
 
-def open_borrower(options: TransferOptions, memory: KvMemory | None) -> "KvBorrower":
+def open_room_client(options: KvTransferOptions, memory: KvMemory | None) -> "RoomClient":
     """Return what fetches KV of others into `memory`, or claims it for an engine that fetches by itself.
 
     Raises ConfigError.
     """
-    return KvBorrower(options, memory, _reaches(options, memory) if memory is not None else ())
+    return RoomClient(options, memory, _reaches(options, memory) if memory is not None else ())
 
 
 class _Peer:
@@ -39,45 +39,47 @@ class _Peer:
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self.way = ""
+        self.transport = ""
         self.negotiating = asyncio.Lock()
         self.used_at = 0.0
 
 
-class KvBorrower:
-    """A Borrower (see `ports/transfer.py`). Event-loop thread only."""
+class RoomClient:
+    """A Consumer (see `ports/transfer.py`). Event-loop thread only."""
 
-    def __init__(self, options: TransferOptions, memory: KvMemory | None, reaches: Sequence[Reach]) -> None:
+    def __init__(self, options: KvTransferOptions, memory: KvMemory | None, reaches: Sequence[TransportClient]) -> None:
         self.options = options
         self.memory = memory
-        self.bytes_by_way: defaultdict[str, float] = defaultdict(float)
-        self.seconds_by_way: defaultdict[str, float] = defaultdict(float)
+        self.bytes_by_transport: defaultdict[str, float] = defaultdict(float)
+        self.seconds_by_transport: defaultdict[str, float] = defaultdict(float)
         self._reaches = reaches
         self._peers: dict[str, _Peer] = {}
-        self._loans: set[KvLoan] = set()
+        self._loans: set[RoomClaim] = set()
         self._declining: set[asyncio.Task[None]] = set()
 
-    def borrow(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> "KvLoan":
+    def claim(
+        self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]
+    ) -> "RoomClaim":
         """See `Borrower.borrow`."""
-        loan = KvLoan(self, ticket, on_arrived, on_lost)
-        self._loans.add(loan)
-        return loan
+        claim = RoomClaim(self, ticket, on_arrived, on_lost)
+        self._loans.add(claim)
+        return claim
 
     async def close(self) -> None:
         """Give up every loan and every path. Idempotent."""
-        await asyncio.gather(*(loan.close() for loan in tuple(self._loans)))
+        await asyncio.gather(*(claim.close() for claim in tuple(self._loans)))
         if self._declining:
-            await asyncio.wait(self._declining, timeout=self.options.connect_s)
+            await asyncio.wait(self._declining, timeout=self.options.connect_timeout_s)
         for task in self._declining:
             task.cancel()
         for name in tuple(self._peers):
             self.drop(name)
-        for reach in self._reaches:
-            await reach.close()
+        for connect in self._reaches:
+            await connect.close()
 
-    def done(self, loan: "KvLoan") -> None:
+    def done(self, claim: "RoomClaim") -> None:
         """A loan has ended."""
-        self._loans.discard(loan)
+        self._loans.discard(claim)
 
     def decline(self, ticket: Ticket) -> None:
         """See `Borrower.decline`: the lender must not hold the KV until it expires."""
@@ -85,50 +87,50 @@ class KvBorrower:
         self._declining.add(task)
         task.add_done_callback(self._declining.discard)
 
-    async def path_to(self, loan: "KvLoan", accepted: wire.Accepted, memory: KvMemory) -> tuple[Path, str]:
+    async def path_to(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Path, str]:
         """Return the path from a lender's `memory`, and its name; the first loan from it finds out which way works."""
-        peer = self._peers.get(accepted.lender)
+        peer = self._peers.get(accepted.producer)
         if peer is None:
             self._drop_idle()
-            peer = self._peers[accepted.lender] = _Peer()
+            peer = self._peers[accepted.producer] = _Peer()
         peer.used_at = time.monotonic()
         async with peer.negotiating:
             if peer.path is None:
-                peer.path, peer.way = await self._negotiate(loan, accepted, memory)
-            return peer.path, peer.way
+                peer.path, peer.transport = await self._negotiate(claim, accepted, memory)
+            return peer.path, peer.transport
 
-    def drop(self, lender: str) -> None:
+    def drop(self, producer: str) -> None:
         """Forget the way to a lender: it does not work, or is not needed."""
-        peer = self._peers.pop(lender, None)
+        peer = self._peers.pop(producer, None)
         if peer is not None and peer.path is not None:
             peer.path.close()
 
-    async def connect(self, ticket: Ticket, line: Line) -> None:
+    async def connect(self, ticket: Ticket, line: RoomConnection) -> None:
         """Call a lender. Raises PeerLost."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self.options.connect_s):
+            async with asyncio.timeout(self.options.connect_timeout_s):
                 await loop.create_connection(lambda: line, ticket.host.strip("[]"), ticket.port)
         except OSError as error:  # TimeoutError is one
-            reason = error.strerror or f"no answer within {self.options.connect_s:g} s"
+            reason = error.strerror or f"no answer within {self.options.connect_timeout_s:g} s"
             raise PeerLost(f"cannot reach the prefill worker at {ticket.host}:{ticket.port}: {reason}") from None
 
-    async def _negotiate(self, loan: "KvLoan", accepted: wire.Accepted, memory: KvMemory) -> tuple[Path, str]:
-        problems = [f"it offers {', '.join(accepted.ways)}"]
-        for reach in self._reaches:
-            if reach.name not in accepted.ways:
+    async def _negotiate(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Path, str]:
+        problems = [f"it offers {', '.join(accepted.transports)}"]
+        for connect in self._reaches:
+            if connect.name not in accepted.transports:
                 continue
-            opened = await loan.ask(wire.Open(reach.name))
+            opened = await claim.ask(wire.Open(connect.name))
             try:
                 if opened.details is None:
                     raise PeerLost(opened.problem)
-                return await reach.reach(loan.ticket, memory, opened.details), reach.name
+                return await connect.connect(claim.ticket, memory, opened.details), connect.name
             except PeerLost as error:
-                problems.append(f"{reach.name}: {error.message}")
+                problems.append(f"{connect.name}: {error.message}")
         raise PeerLost(f"no way to read the prefill worker's memory ({'; '.join(problems)})")
 
     async def _decline(self, ticket: Ticket) -> None:
-        line = outgoing_line(self.options.beat_s, self.options.silence_s)
+        line = outgoing_connection(self.options.heartbeat_s, self.options.peer_timeout_s)
         with suppress(PeerLost):
             await self.connect(ticket, line)
             line.send(wire.Claim(ticket.room, ticket.secret, self.memory))
@@ -142,12 +144,12 @@ class KvBorrower:
                 self.drop(name)
 
 
-class KvLoan:
-    """See `Loan`. One task claims, fetches and confirms; whatever goes wrong cancels it."""
+class RoomClaim:
+    """See `Claim`. One task claims, fetches and confirms; whatever goes wrong cancels it."""
 
     def __init__(
         self,
-        borrower: KvBorrower,
+        consumer: RoomClient,
         ticket: Ticket,
         on_arrived: Callable[[], None],
         on_lost: Callable[[BatonError], None],
@@ -155,10 +157,10 @@ class KvLoan:
         loop = asyncio.get_running_loop()
         self.ticket = ticket
         self.cached_tokens: int | None = None
-        self._borrower = borrower
+        self._consumer = consumer
         self._on_arrived = on_arrived
         self._on_lost = on_lost
-        self._line = outgoing_line(borrower.options.beat_s, borrower.options.silence_s)
+        self._line = outgoing_connection(consumer.options.heartbeat_s, consumer.options.peer_timeout_s)
         self._line.on_message = self._hear
         self._line.on_lost = self._lose
         self._wanted: asyncio.Future[KvWanted] = loop.create_future()
@@ -204,7 +206,7 @@ class KvLoan:
             return
         self._closed = True
         if not self._claimed:
-            self._borrower.decline(self.ticket)
+            self._consumer.decline(self.ticket)
         elif not self._taken.done():
             self._line.send(failed(NOT_WANTED))
         self._task.cancel()
@@ -218,7 +220,7 @@ class KvLoan:
         """Ask the lender how its memory can be read. Raises PeerLost."""
         self._opened = asyncio.get_running_loop().create_future()
         self._line.send(question)
-        return await _within(OPEN_S, self._opened, f"the prefill worker did not open the way {question.way}")
+        return await _within(OPEN_S, self._opened, f"the prefill worker did not open the way {question.transport}")
 
     async def _run(self) -> None:
         try:
@@ -239,28 +241,28 @@ class KvLoan:
     def _clean_up(self, _: asyncio.Task[None]) -> None:
         """A callback, since a task that is cancelled at once never runs."""
         self._line.close()
-        self._borrower.done(self)
+        self._consumer.done(self)
 
     async def _get(self) -> None:
-        await self._borrower.connect(self.ticket, self._line)
-        self._line.send(wire.Claim(self.ticket.room, self.ticket.secret, self._borrower.memory))
+        await self._consumer.connect(self.ticket, self._line)
+        self._line.send(wire.Claim(self.ticket.room, self.ticket.secret, self._consumer.memory))
         self._claimed = True
         accepted = await self._accepted  # the lender answers in time, or falls silent and is taken for lost
-        require_alike(memory := self._borrower.memory, accepted.memory)
+        require_alike(memory := self._consumer.memory, accepted.memory)
         if memory is None or accepted.memory is None:
             await self._taken
             return
-        path, way = await self._borrower.path_to(self, accepted, accepted.memory)
+        path, transport = await self._consumer.path_to(self, accepted, accepted.memory)
         wanted = await self._wanted
         try:
-            await self._fetch(path, way, wanted, memory)
+            await self._fetch(path, transport, wanted, memory)
         except PeerLost:
-            self._borrower.drop(accepted.lender)
+            self._consumer.drop(accepted.producer)
             raise
         self._line.send(wire.Taken())
         await _within(OPEN_S, self._released, "the prefill worker did not confirm that the KV was still held")
 
-    async def _fetch(self, path: Path, way: str, wanted: KvWanted, memory: KvMemory) -> None:
+    async def _fetch(self, path: Path, transport: str, wanted: KvWanted, memory: KvMemory) -> None:
         """Copy what is wanted into `memory`, part by part as it is computed."""
         place = 0
         last = wanted.first + len(wanted.blocks)
@@ -272,8 +274,8 @@ class KvLoan:
             if theirs:
                 began = time.perf_counter()
                 await path.fetch(self.ticket, theirs, wanted.blocks[start : start + len(theirs)])
-                self._borrower.seconds_by_way[way] += time.perf_counter() - began
-                self._borrower.bytes_by_way[way] += len(theirs) * memory.planes * memory.block_bytes
+                self._consumer.seconds_by_transport[transport] += time.perf_counter() - began
+                self._consumer.bytes_by_transport[transport] += len(theirs) * memory.planes * memory.block_bytes
             place += len(part.blocks)
             if part.complete:
                 break
@@ -312,16 +314,16 @@ async def _within(limit_s: float, answer: asyncio.Future[T], complaint: str) -> 
         raise PeerLost(f"{complaint} within {limit_s:g} s") from None
 
 
-def _reaches(options: TransferOptions, memory: KvMemory) -> Sequence[Reach]:
+def _reaches(options: KvTransferOptions, memory: KvMemory) -> Sequence[TransportClient]:
     """Return the ways in which this worker can read the memory of others, best first."""
-    reaches: list[Reach] = []
-    for way in chosen_ways(options):
-        if way == "nixl" and nixl.available():
-            reaches.append(nixl.NixlReach(memory))
-        elif way == "shm" and memory.device == "cpu":
-            reaches.append(ShmReach(memory))
-        elif way == "tcp" and memory.device == "cpu":
-            reaches.append(TcpReach(memory, options.checksum, options.connect_s))
+    reaches: list[TransportClient] = []
+    for transport in chosen_transports(options):
+        if transport == "nixl" and nixl.available():
+            reaches.append(nixl.NixlClient(memory))
+        elif transport == "shm" and memory.device == "cpu":
+            reaches.append(ShmClient(memory))
+        elif transport == "tcp" and memory.device == "cpu":
+            reaches.append(TcpClient(memory, options.checksum, options.connect_timeout_s))
     if not reaches:
-        raise ConfigError(f"none of the ways {options.ways} (--transfer-ways) works here")
+        raise ConfigError(f"none of the ways {options.transports} (--kv-transports) works here")
     return reaches
