@@ -26,7 +26,7 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from baton.ports.transfer import KvMemory, KvShape, Path, TransportClient, TransportServer
+from baton.ports.transfer import Channel, KvMemory, KvShape, TransportClient, TransportServer
 from baton.protocol.handoff import Ticket
 from baton.transfer import nixl
 from baton.transfer.block_copy import Stop, block_pairs, copy_blocks
@@ -111,7 +111,7 @@ def caches() -> list[tuple[int, int]]:
     return [(part, max(64, 2 * count)) for part, count in largest.items()]
 
 
-def lend(told: Connection, transports: Sequence[str]) -> None:
+def offer(told: Connection, transports: Sequence[str]) -> None:
     """The program of the lender's process."""
     uvloop.run(lend_all(told, transports))
 
@@ -158,7 +158,7 @@ def producer(transports: Sequence[str]) -> Iterator[list[Told]]:
     """The other process; it is gone afterwards."""
     spawn = multiprocessing.get_context("spawn")
     ours, its = spawn.Pipe()
-    process = spawn.Process(target=lend, args=(its, list(transports)), daemon=True)
+    process = spawn.Process(target=offer, args=(its, list(transports)), daemon=True)
     process.start()
     its.close()
     try:
@@ -189,7 +189,7 @@ class Bench:
         self.mine = Pool(told.memory.block_bytes, told.memory.blocks, fill=1)
         self.theirs = Pool(told.memory.block_bytes, told.memory.blocks, fill=7)
         self.reaches = {transport: reach_of(transport, self.mine.memory) for transport in transports}
-        self.paths: dict[str, Path] = {}
+        self.paths: dict[str, Channel] = {}
 
     async def __aenter__(self) -> "Bench":
         for transport in self.reaches:
@@ -202,7 +202,7 @@ class Bench:
                 self.paths[transport].close()
             await connect.close()
 
-    async def connect(self, transport: str) -> Path:
+    async def connect(self, transport: str) -> Channel:
         return await self.reaches[transport].connect(self.ticket, self.told.memory, self.told.details[transport])
 
     async def measure(self, count: int, pattern: str, repeats: int) -> list[TransferCell]:

@@ -89,7 +89,7 @@ class EncodeHandler:
         tracked.first_output_at = time.perf_counter()
         tracked.lifecycle.advance(State.STREAMING)
         ticket = new_ticket(self._producer.address, 0, 1)
-        lease = self._producer.lend(ticket, tracked.prompt_tokens)
+        lease = self._producer.offer(ticket, tracked.prompt_tokens)
         return params_of(ticket, encoded.params), lease
 
     def _named(self, request: GenerateRequest) -> tuple[MediaUrl, ...]:

@@ -51,7 +51,7 @@ class PrefillHandler:
             with self._tracker.track(context, prompt) as tracked:
                 media = await self._media_input.load(request, tracked, self._engine.capabilities)
                 try:
-                    async with aclosing(self._lend(request, tracked, context, ticket, media)) as chunks:
+                    async with aclosing(self._offer(request, tracked, context, ticket, media)) as chunks:
                         async for chunk in chunks:
                             yield chunk
                 finally:
@@ -65,7 +65,7 @@ class PrefillHandler:
                 self._producer.refuse(ticket, error)
             raise
 
-    def _lend(
+    def _offer(
         self,
         request: GenerateRequest,
         tracked: TrackedRequest,
@@ -76,10 +76,10 @@ class PrefillHandler:
         """Media that another worker holds stay on loan as long as the KV: the decode may need some of them too."""
         work = self._work(request.for_prefill(), tracked, context, ticket, media)
         if ticket is None:
-            return self._lend_late(work, tracked, media)
-        return self._lend_early(work, tracked, ticket, media)
+            return self._offer_late(work, tracked, media)
+        return self._offer_early(work, tracked, ticket, media)
 
-    async def _lend_early(
+    async def _offer_early(
         self, work: Work, tracked: TrackedRequest, ticket: Ticket, media: LoadedMedia
     ) -> AsyncGenerator[Chunk, None]:
         """The call lasts until the KV has been taken. What ends one of call and lease ends the other."""
@@ -100,7 +100,7 @@ class PrefillHandler:
             await abort(self._engine, work.request_id, self._tracker.limits.abort_timeout_s)
         yield _never_stop(last)
 
-    async def _lend_late(self, work: Work, tracked: TrackedRequest, media: LoadedMedia) -> AsyncGenerator[Chunk, None]:
+    async def _offer_late(self, work: Work, tracked: TrackedRequest, media: LoadedMedia) -> AsyncGenerator[Chunk, None]:
         """The call ends with the prefill; the lease goes on, and frees the KV when it ends."""
         lending = _Late(self._producer, self._new_ticket(work), tracked)
         try:
@@ -171,7 +171,7 @@ class _Early(_Lending):
     def begin(self) -> list[Chunk]:
         """Open the room."""
         try:
-            self.lease = self._producer.lend(self._ticket, self._tracked.prompt_tokens)
+            self.lease = self._producer.offer(self._ticket, self._tracked.prompt_tokens)
         except Cancelled as error:
             raise _NotWanted(error.message) from None
         self.lease.on_lost(self._lost)
@@ -214,11 +214,11 @@ class _Late(_Lending):
                 case KvComputed():
                     self._blocks += output.blocks
                     if output.complete:
-                        self.lease = self._producer.lend(self._ticket, self._tracked.prompt_tokens)
+                        self.lease = self._producer.offer(self._ticket, self._tracked.prompt_tokens)
                         self.lease.computed(KvComputed(self._blocks, True, output.cached_tokens))
                         rest.append(HandoffReady(params_of(self._ticket)))
                 case HandoffReady():
-                    self.lease = self._producer.lend(self._ticket, self._tracked.prompt_tokens)
+                    self.lease = self._producer.offer(self._ticket, self._tracked.prompt_tokens)
                     rest.append(HandoffReady(params_of(self._ticket, output.params)))
                 case _:
                     rest.append(output)

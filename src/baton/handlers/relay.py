@@ -35,8 +35,8 @@ async def relay(
     """Submit `work` and yield its chunks; the last one carries the finish reason and the usage.
 
     Chunks leave as soon as there is something to send, but at most once every `flush_interval_s`: tokens that come
-    faster are joined. When the iterator ends in any other way than by the last chunk, the engine has been told to abort, and
-    has answered or run out of `abort_timeout_s`.
+    faster are joined. When the iterator ends before the last chunk, the engine has confirmed an abort or has run out of
+    `abort_timeout_s`.
     """
     tracked.scope.check()
     open_choices = work.sampling.n or 1

@@ -4,10 +4,10 @@
     engine ──KvComputed──► Lease ═══ room ═══ Claim ◄──KvWanted── engine
                                                 └──on_arrived──► engine.received
 
-A prefill *lends* the KV of one request, a decode *borrows* it. They meet in a room: a number that both sides know and a
-secret without which it is worth nothing. What one side learns (failed, cancelled, expired, gone) the other is told.
-Handlers see `Producer` and `Consumer`; a `TransportServer` and a
-`Channel` move the bytes. Engines that move KV by themselves have rooms too, for what is said there: where they meet, and that they have.
+A prefill worker offers the KV of one request, a decode worker claims it. They meet in a room: a number that both sides
+know, and a secret. Failure, cancellation, expiry and loss on one side reach the other. Handlers use `Producer` and
+`Consumer`; a `TransportServer` and a `Channel` move the bytes. Engines that move KV by themselves have rooms too: the
+room carries the address where they connect, and the confirmation that the KV has been read.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class Producer(Protocol):
     def address(self) -> tuple[str, int]:
         """The host and the port that tickets name."""
 
-    def lend(self, ticket: Ticket, prompt_tokens: int) -> Lease:
+    def offer(self, ticket: Ticket, prompt_tokens: int) -> Lease:
         """Open the room of `ticket`. Raises InvalidRequest if it is in use.
 
         The lease ends by itself when nobody has claimed it in time.
@@ -155,14 +155,14 @@ class TransportClient(Protocol):
     def name(self) -> str:
         """What the way is called."""
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> "Path":
+    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> "Channel":
         """Return the path to a lender whose `memory` looks like that, from what its source said. Raises PeerLost."""
 
     async def close(self) -> None:
         """End it, after all of its paths. Idempotent."""
 
 
-class Path(Protocol):
+class Channel(Protocol):
     """A way from one lender's memory into this worker's."""
 
     async def fetch(self, ticket: Ticket, theirs: Sequence[int], mine: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import PeerLost
-from baton.ports.transfer import KvMemory, Path
+from baton.ports.transfer import Channel, KvMemory
 from baton.protocol.handoff import Ticket
 from baton.transfer.block_copy import Numbers, Spans, Stop, block_pairs, paired_spans, require_alike, require_sound
 
@@ -97,7 +97,7 @@ class NixlClient:
         self._agent: Agent | None = None
         self._lock = asyncio.Lock()
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Path:
+    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Channel:
         """Introduce the lender's agent to ours. Raises PeerLost."""
         require_sound(memory, memory.nbytes)
         require_alike(self._mine, memory)
@@ -163,8 +163,8 @@ class NixlChannel:
 
         NIXL cannot end a request whose peer is stopped: released, it goes on in secret, and writes when the peer wakes
         up. One that has not ended in `stall_timeout_s`, or `CANCEL_S` after a cancellation, therefore costs us the
-        whole agent: nothing can write once that is gone. Other reads of the same moment then fail with PeerLost, and the next one
-        starts a new agent. A lender that wakes up after this may end: over TCP, its UCX has been seen to abort then.
+        whole agent: nothing can write once that is gone. Concurrent reads then fail with PeerLost, and the next
+        one starts a new agent. A producer that wakes up after this may end: over TCP, its UCX has been seen to abort.
         """
         source, target = block_pairs(self._theirs, theirs, self._mine, mine)
         if self._closed:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from baton.config.transfer import KvTransferOptions, chosen_transports
 from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
-from baton.ports.transfer import KvMemory, Path, TransportClient
+from baton.ports.transfer import Channel, KvMemory, TransportClient
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvWanted
 from baton.transfer import nixl, wire
@@ -38,7 +38,7 @@ class _Peer:
     """One run of a lender's process, and the way to its memory that was found to work."""
 
     def __init__(self) -> None:
-        self.path: Path | None = None
+        self.path: Channel | None = None
         self.transport = ""
         self.negotiating = asyncio.Lock()
         self.used_at = 0.0
@@ -87,7 +87,7 @@ class RoomClient:
         self._declining.add(task)
         task.add_done_callback(self._declining.discard)
 
-    async def path_to(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Path, str]:
+    async def path_to(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Channel, str]:
         """Return the path from a lender's `memory`, and its name; the first loan from it finds out which way works."""
         peer = self._peers.get(accepted.producer)
         if peer is None:
@@ -115,7 +115,7 @@ class RoomClient:
             reason = error.strerror or f"no answer within {self.options.connect_timeout_s:g} s"
             raise PeerLost(f"cannot reach the prefill worker at {ticket.host}:{ticket.port}: {reason}") from None
 
-    async def _negotiate(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Path, str]:
+    async def _negotiate(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Channel, str]:
         problems = [f"it offers {', '.join(accepted.transports)}"]
         for connect in self._reaches:
             if connect.name not in accepted.transports:
@@ -262,7 +262,7 @@ class RoomClaim:
         self._line.send(wire.Taken())
         await _within(OPEN_S, self._released, "the prefill worker did not confirm that the KV was still held")
 
-    async def _fetch(self, path: Path, transport: str, wanted: KvWanted, memory: KvMemory) -> None:
+    async def _fetch(self, path: Channel, transport: str, wanted: KvWanted, memory: KvMemory) -> None:
         """Copy what is wanted into `memory`, part by part as it is computed."""
         place = 0
         last = wanted.first + len(wanted.blocks)

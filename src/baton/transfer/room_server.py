@@ -69,7 +69,7 @@ class RoomServer:
         self._empty.set()
         self._spawn(self._accept())
 
-    def lend(self, ticket: Ticket, prompt_tokens: int) -> "RoomLease":
+    def offer(self, ticket: Ticket, prompt_tokens: int) -> "RoomLease":
         """See `Lender.lend`."""
         room = self.rooms.offer(ticket.room, ticket.secret, prompt_tokens)
         lease = self._leases[room] = RoomLease(self, room, self._options.claim_timeout_s)

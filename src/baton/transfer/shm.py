@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import PeerLost
-from baton.ports.transfer import Check, KvMemory, Path
+from baton.ports.transfer import Channel, Check, KvMemory
 from baton.protocol.handoff import Room, Ticket
 from baton.transfer.block_copy import (
     Numbers,
@@ -160,7 +160,7 @@ class ShmClient:
         self._connect_s = connect_timeout_s
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-kv-shm")
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Path:
+    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Channel:
         """Map the lender's cache. Raises PeerLost, at once where the lender is on another host."""
         for side in (self._mine, memory):
             require_host(side, self.name)
@@ -177,7 +177,7 @@ class ShmClient:
         except OSError as error:
             raise PeerLost(f"the lender's KV cache cannot be mapped: {error}") from None
 
-    async def _reach(self, ticket: Ticket, memory: KvMemory, name: str) -> Path:
+    async def _reach(self, ticket: Ticket, memory: KvMemory, name: str) -> Channel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             async with asyncio.timeout(self._connect_s):

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from baton.errors import PeerLost
-from baton.ports.transfer import Check, KvMemory, Path
+from baton.ports.transfer import Channel, Check, KvMemory
 from baton.protocol.handoff import Room, Ticket
 from baton.transfer.block_copy import (
     Numbers,
@@ -173,7 +173,7 @@ class TcpClient:
         self._connect_s = connect_timeout_s
         self._stall_s = stall_timeout_s
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Path:
+    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Channel:
         """Connect to where the ticket says, and prove its secret. Raises PeerLost."""
         require_host(self._mine, self.name)
         require_sound(memory, memory.nbytes)

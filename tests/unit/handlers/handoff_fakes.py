@@ -67,7 +67,7 @@ class FakeProducer:
         self.before_lend: Callable[[], None] = lambda: None
         self._error = error
 
-    def lend(self, ticket: Ticket, prompt_tokens: int) -> FakeLease:
+    def offer(self, ticket: Ticket, prompt_tokens: int) -> FakeLease:
         self.before_lend()
         if self._error is not None:
             raise self._error

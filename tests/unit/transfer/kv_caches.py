@@ -124,7 +124,7 @@ class Producer:
 def producer(setup: Lent) -> Iterator[Producer]:
     """A lender that has been opened. It is gone afterwards."""
     ours, its = SPAWN.Pipe()
-    process = SPAWN.Process(target=lend, args=(its, setup), daemon=True)
+    process = SPAWN.Process(target=offer, args=(its, setup), daemon=True)
     process.start()
     its.close()
     try:
@@ -138,10 +138,10 @@ def producer(setup: Lent) -> Iterator[Producer]:
         ours.close()
 
 
-def lend(told: Connection, setup: Lent) -> None:
+def offer(told: Connection, setup: Lent) -> None:
     """The program of a lender's process."""
     os.environ.update(setup.env)
-    main = _lend(told, setup)
+    main = _offer(told, setup)
     if setup.use_uvloop:
         import uvloop
 
@@ -150,7 +150,7 @@ def lend(told: Connection, setup: Lent) -> None:
         asyncio.run(main)
 
 
-async def _lend(told: Connection, setup: Lent) -> None:
+async def _offer(told: Connection, setup: Lent) -> None:
     cache = Cache(setup.seed, setup.planes, setup.blocks, setup.block_bytes, setup.spare_bytes)
     check = only(setup.lent)
     if setup.transport == "shm":

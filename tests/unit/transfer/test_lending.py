@@ -113,7 +113,7 @@ def test_blocks_arrive_where_they_are_wanted_and_the_room_is_done(transport: str
     async def body() -> None:
         options = msgspec.structs.replace(QUICK, transports=transport.split()[0], checksum="checksum" in transport)
         async with pair(options) as it:
-            lease = it.producer.lend(it.ticket(), 64)
+            lease = it.producer.offer(it.ticket(), 64)
             claim = it.claim()
             await it.claimed()
             lease.computed(KvComputed((3, 4)))
@@ -141,7 +141,7 @@ def test_one_who_comes_before_the_prefill_waits_for_it() -> None:
             claim = it.claim()
             claim.place(KvWanted(0, (1,)))
             await eventually(lambda: bool(it.producer._waiting))
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             lease.computed(KvComputed((5,), True))
             await eventually(lambda: it.arrived == 1)
             assert (it.mine.bytes[:, 1] == it.theirs.bytes[:, 5]).all()
@@ -154,7 +154,7 @@ def test_many_rooms_at_once_and_room_zero_again_and_again() -> None:
         async with pair() as it:
             for turn in range(3):
                 for room in range(20):
-                    it.producer.lend(it.ticket(room), 16).computed(KvComputed((room,), True))
+                    it.producer.offer(it.ticket(room), 16).computed(KvComputed((room,), True))
                     it.claim(room).place(KvWanted(0, (room + 10,)))
                 await eventually(lambda turn=turn: it.arrived == 20 * (turn + 1))
                 assert (it.mine.bytes[:, 10:30] == it.theirs.bytes[:, :20]).all()
@@ -167,7 +167,7 @@ def test_ipv6() -> None:
     async def body() -> None:
         async with pair(msgspec.structs.replace(QUICK, transports="tcp"), host="::1") as it:
             assert it.producer.address[0] == "::1"
-            it.producer.lend(it.ticket(), 16).computed(KvComputed((5,), True))
+            it.producer.offer(it.ticket(), 16).computed(KvComputed((5,), True))
             it.claim().place(KvWanted(0, (1,)))
             await eventually(lambda: it.arrived == 1)
 
@@ -177,7 +177,7 @@ def test_ipv6() -> None:
 def test_a_wrong_secret_gets_nothing_and_harms_nothing() -> None:
     async def body() -> None:
         async with pair(msgspec.structs.replace(QUICK, claim_timeout_s=0.5)) as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             it.claim(secret=b"sixteen other by")
             await it.told(PeerLost, "wrong secret")
             assert it.producer.rooms.open["offered"] == 1
@@ -191,7 +191,7 @@ def test_a_wrong_secret_gets_nothing_and_harms_nothing() -> None:
 def test_a_room_is_claimed_once() -> None:
     async def body() -> None:
         async with pair() as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             first = it.claim()
             await it.claimed()
             it.claim()
@@ -207,7 +207,7 @@ def test_kv_that_nobody_claims_expires() -> None:
     async def body() -> None:
         async with pair(msgspec.structs.replace(QUICK, claim_timeout_s=0.1)) as it:
             lost: list[BatonError] = []
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             lease.on_lost(lost.append)
             with pytest.raises(PeerLost, match="nobody has come"):
                 await lease.ended()
@@ -221,7 +221,7 @@ def test_kv_that_nobody_claims_expires() -> None:
 def test_a_claimed_lease_does_not_expire() -> None:
     async def body() -> None:
         async with pair(msgspec.structs.replace(QUICK, claim_timeout_s=0.1)) as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             claim = it.claim()
             await it.claimed()
             await asyncio.sleep(0.3)
@@ -254,7 +254,7 @@ def test_who_borrows_is_told_why_a_prefill_failed(when: str, error: BatonError) 
                 await eventually(lambda: bool(it.producer._waiting))
                 it.producer.refuse(it.ticket(), error)
             else:
-                lease = it.producer.lend(it.ticket(), 16)
+                lease = it.producer.offer(it.ticket(), 16)
                 it.claim()
                 await it.claimed()
                 lease.fail(error)
@@ -267,7 +267,7 @@ def test_who_borrows_is_told_why_a_prefill_failed(when: str, error: BatonError) 
 def test_a_prefill_that_was_cancelled_is_no_cancellation_of_the_decode() -> None:
     async def body() -> None:
         async with pair() as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             it.claim()
             await it.claimed()
             lease.fail(Cancelled("the client left"))
@@ -284,7 +284,7 @@ def test_a_loan_that_is_closed_frees_the_lender(when: str) -> None:
             lost: list[BatonError] = []
             early = when in ("at once", "while it waits")
             if not early:
-                lease = it.producer.lend(it.ticket(), 16)
+                lease = it.producer.offer(it.ticket(), 16)
                 lease.on_lost(lost.append)
             claim = it.claim()
             if when == "while it waits":
@@ -299,7 +299,7 @@ def test_a_loan_that_is_closed_frees_the_lender(when: str) -> None:
             if early:
                 await eventually(lambda: bool(it.producer.rooms._ended))
                 with pytest.raises(Cancelled):
-                    it.producer.lend(it.ticket(), 16)
+                    it.producer.offer(it.ticket(), 16)
             else:
                 await eventually(lambda: [type(error) for error in lost] == [Cancelled])
                 assert it.producer.rooms.ended["cancelled"] == 1
@@ -311,7 +311,7 @@ def test_a_loan_that_is_closed_frees_the_lender(when: str) -> None:
 def test_a_ticket_can_be_declined_after_the_prefill_has_begun() -> None:
     async def body() -> None:
         async with pair() as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             it.consumer.decline(it.ticket())
             with pytest.raises(Cancelled):
                 await lease.ended()
@@ -325,7 +325,7 @@ def test_the_last_words_of_a_borrower_that_hangs_up_are_heard() -> None:
     async def body() -> None:
         async with pair() as it:
             for room in range(50):
-                lease = it.producer.lend(it.ticket(room), 16)
+                lease = it.producer.offer(it.ticket(room), 16)
                 lease.computed(KvComputed(tuple(range(BLOCKS)), True))
                 claim = it.claim(room)
                 await eventually(lambda claim=claim: claim._claimed, every_s=0)
@@ -340,7 +340,7 @@ def test_the_last_words_of_a_borrower_that_hangs_up_are_heard() -> None:
 def test_a_lender_that_leaves_is_noticed() -> None:
     async def body() -> None:
         async with pair() as it:
-            it.producer.lend(it.ticket(), 16)
+            it.producer.offer(it.ticket(), 16)
             it.claim()
             await it.claimed()
             await it.producer.close()
@@ -372,7 +372,7 @@ def claim_by_hand(it: Pair, *frames: bytes) -> socket.socket:
 def test_a_borrower_that_falls_silent_loses_its_room() -> None:
     async def body() -> None:
         async with pair(msgspec.structs.replace(QUICK, peer_timeout_s=0.2)) as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             with claim_by_hand(it, wire.encode(wire.Claim(0, SECRET, it.mine.memory))):
                 with pytest.raises(PeerLost, match="nothing was heard"):
                     await lease.ended()
@@ -384,7 +384,7 @@ def test_a_borrower_that_falls_silent_loses_its_room() -> None:
 def test_a_borrower_that_dies_loses_its_room() -> None:
     async def body() -> None:
         async with pair() as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             with claim_by_hand(it, wire.encode(wire.Claim(0, SECRET, it.mine.memory))):
                 await it.claimed()
             with pytest.raises(PeerLost):
@@ -409,7 +409,7 @@ def test_a_borrower_that_dies_loses_its_room() -> None:
 def test_whoever_talks_nonsense_is_hung_up_on_and_harms_nobody(garbage: bytes) -> None:
     async def body() -> None:
         async with pair() as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             claim = it.claim()
             await it.claimed()
             with socket.create_connection(it.producer.address) as caller:
@@ -433,7 +433,7 @@ def test_whoever_talks_nonsense_is_hung_up_on_and_harms_nobody(garbage: bytes) -
 def test_a_corrupt_frame_after_the_claim_ends_that_room_alone() -> None:
     async def body() -> None:
         async with pair() as it:
-            broken, sound = it.producer.lend(it.ticket(1), 16), it.producer.lend(it.ticket(2), 16)
+            broken, sound = it.producer.offer(it.ticket(1), 16), it.producer.offer(it.ticket(2), 16)
             corrupt = bytearray(wire.encode(wire.Taken()))
             corrupt[-1] ^= 1
             claim = wire.encode(wire.Claim(1, SECRET, it.mine.memory))
@@ -449,7 +449,7 @@ def test_a_corrupt_frame_after_the_claim_ends_that_room_alone() -> None:
 def test_taken_before_it_is_complete_is_no_end() -> None:
     async def body() -> None:
         async with pair() as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             claim = wire.encode(wire.Claim(0, SECRET, it.mine.memory))
             with claim_by_hand(it, claim, wire.encode(wire.Taken())), pytest.raises(PeerLost, match="not expected"):
                 await lease.ended()
@@ -460,7 +460,7 @@ def test_taken_before_it_is_complete_is_no_end() -> None:
 def test_kv_that_was_given_up_while_it_was_read_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with pair(msgspec.structs.replace(QUICK, transports="shm")) as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             lease.computed(KvComputed((5,), True))
             monkeypatch.setattr(it.producer.rooms, "check", lambda *_: None)
             claim = it.claim()
@@ -475,7 +475,7 @@ def test_kv_that_was_given_up_while_it_was_read_is_not_used(monkeypatch: pytest.
 def test_caches_that_do_not_fit_are_refused_with_the_difference() -> None:
     async def body() -> None:
         async with pair(shape=msgspec.structs.replace(SHAPE, block_size=32)) as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             it.claim()
             await it.told(PeerLost, "block_size")
             assert it.producer.rooms.open["offered"] == 1
@@ -487,7 +487,7 @@ def test_caches_that_do_not_fit_are_refused_with_the_difference() -> None:
 def test_a_prefill_with_fewer_blocks_than_needed_is_refused() -> None:
     async def body() -> None:
         async with pair() as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             it.claim().place(KvWanted(0, (1, 2, 3)))
             lease.computed(KvComputed((5, 6), True))
             await it.told(PeerLost, "2 blocks of this prompt, and 3 are needed")
@@ -499,7 +499,7 @@ def test_a_prefill_with_fewer_blocks_than_needed_is_refused() -> None:
 def test_more_blocks_than_wanted_are_left_alone() -> None:
     async def body() -> None:
         async with pair() as it:
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             it.claim().place(KvWanted(1, (1,)))
             lease.computed(KvComputed((5,)))
             lease.computed(KvComputed((6, 7), True))
@@ -518,7 +518,7 @@ def test_a_way_that_does_not_work_is_followed_by_the_next(monkeypatch: pytest.Mo
                 raise PeerLost("another host")
 
             monkeypatch.setattr(it.consumer._reaches[0], "connect", fail)
-            it.producer.lend(it.ticket(), 16).computed(KvComputed((5,), True))
+            it.producer.offer(it.ticket(), 16).computed(KvComputed((5,), True))
             it.claim().place(KvWanted(0, (1,)))
             await eventually(lambda: it.arrived == 1)
             assert set(it.consumer.bytes_by_transport) == {"tcp"}
@@ -530,7 +530,7 @@ def test_sides_without_a_way_in_common_say_so() -> None:
     async def body() -> None:
         async with pair(msgspec.structs.replace(QUICK, transports="tcp")) as it:
             shm_only = open_room_client(msgspec.structs.replace(QUICK, transports="shm"), it.mine.memory)
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             shm_only.claim(it.ticket(), it._count, it.lost.append)
             await it.told(PeerLost, "no way to read the prefill worker's memory (it offers tcp)")
             with pytest.raises(PeerLost):
@@ -544,7 +544,7 @@ def test_draining_waits_for_the_rooms() -> None:
     async def body() -> None:
         async with pair() as it:
             assert await it.producer.drain(0.01)
-            lease = it.producer.lend(it.ticket(), 16)
+            lease = it.producer.offer(it.ticket(), 16)
             assert not await it.producer.drain(0.05)
             draining = asyncio.create_task(it.producer.drain(5))
             lease.fail(PeerLost("enough"))

@@ -52,7 +52,7 @@ def test_the_engines_learn_where_to_meet_and_the_room_ends_when_they_have(first:
         async with pair() as it:
             claim = it.claim() if first == "borrower" else None
             await asyncio.sleep(0.05)
-            lease = it.producer.lend(it.ticket(), 3)
+            lease = it.producer.offer(it.ticket(), 3)
             claim = claim or it.claim()
             assert await claim.meeting() == PLACE
             claim.taken()
@@ -69,7 +69,7 @@ def test_the_engines_learn_where_to_meet_and_the_room_ends_when_they_have(first:
 def test_a_prefill_that_fails_is_told_to_the_decode(when: str) -> None:
     async def body() -> None:
         async with pair() as it:
-            lease = it.producer.lend(it.ticket(), 3)
+            lease = it.producer.offer(it.ticket(), 3)
             if when == "before the claim":
                 lease.fail(EngineFailed("out of memory"))
             claim = it.claim()
@@ -89,7 +89,7 @@ def test_a_prefill_that_fails_is_told_to_the_decode(when: str) -> None:
 def test_a_decode_that_leaves_is_told_to_the_prefill(claimed: bool) -> None:
     async def body() -> None:
         async with pair() as it:
-            lease = it.producer.lend(it.ticket(), 3)
+            lease = it.producer.offer(it.ticket(), 3)
             claim = it.claim()
             if claimed:
                 await claim.meeting()
@@ -103,7 +103,7 @@ def test_a_decode_that_leaves_is_told_to_the_prefill(claimed: bool) -> None:
 def test_a_lender_that_leaves_is_noticed() -> None:
     async def body() -> None:
         async with pair() as it:
-            it.producer.lend(it.ticket(), 3).on_lost(lambda _: None)
+            it.producer.offer(it.ticket(), 3).on_lost(lambda _: None)
             claim = it.claim()
             await claim.meeting()
             await it.producer.close()
@@ -127,7 +127,7 @@ def test_an_engine_that_shows_its_memory_and_one_that_does_not_refuse_each_other
         async with pair() as it:
             other = open_room_client(QUICK, cache.memory)
             lost: list[BatonError] = []
-            it.producer.lend(it.ticket(), 3)
+            it.producer.offer(it.ticket(), 3)
             claim = other.claim(it.ticket(), lambda: None, lost.append)
             await eventually(lambda: bool(lost))
             assert "moves KV by itself" in lost[0].message

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from baton.errors import PeerLost
-from baton.ports.transfer import KvMemory, Path
+from baton.ports.transfer import Channel, KvMemory
 from baton.protocol.handoff import Ticket
 from baton.testing.bounded import run_bounded
 from baton.transfer.nixl import NixlClient, NixlServer, available
@@ -86,7 +86,7 @@ def claim(told: Connection, scenario: Scenario, env: dict[str, str], peers: list
 
 
 @asynccontextmanager
-async def reached(mine: Cache, peer: Peer, **options: float) -> AsyncIterator[Path]:
+async def reached(mine: Cache, peer: Peer, **options: float) -> AsyncIterator[Channel]:
     connect = NixlClient(mine.memory, **options)  # type: ignore[arg-type]
     path = await connect.connect(TICKET, peer.memory, peer.details)
     try:

@@ -18,7 +18,7 @@ import pytest
 import uvloop
 
 from baton.errors import PeerLost
-from baton.ports.transfer import KvMemory, Path
+from baton.ports.transfer import Channel, KvMemory
 from baton.protocol.handoff import Ticket
 from baton.testing.bounded import eventually, run_bounded
 from baton.transfer.shm import Answer, Knock, ShmClient, ShmServer
@@ -42,7 +42,7 @@ BIG = Lent("shm", planes=2, blocks=64, block_bytes=1 << 20)
 
 
 @asynccontextmanager
-async def reached(mine: Cache, lent: Producer, ticket: Ticket = TICKET, threads: int = 2) -> AsyncIterator[Path]:
+async def reached(mine: Cache, lent: Producer, ticket: Ticket = TICKET, threads: int = 2) -> AsyncIterator[Channel]:
     connect = ShmClient(mine.memory, threads=threads)
     try:
         path = await connect.connect(ticket, lent.memory, lent.details)

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from baton.errors import PeerLost
-from baton.ports.transfer import Path
+from baton.ports.transfer import Channel
 from baton.protocol.handoff import Ticket
 from baton.testing.bounded import eventually, run_bounded
 from baton.transfer.block_copy import Spans
@@ -50,7 +50,7 @@ def big_cache(seed: int = 2) -> Cache:
 @asynccontextmanager
 async def reached(
     mine: Cache, lent: Producer, ticket: Ticket | None = None, checksum: bool = False, stall_timeout_s: float = 5.0
-) -> AsyncIterator[Path]:
+) -> AsyncIterator[Channel]:
     connect = TcpClient(mine.memory, checksum, stall_timeout_s=stall_timeout_s)
     path = await connect.connect(ticket or lent.ticket, lent.memory, lent.details)
     try:
