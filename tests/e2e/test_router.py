@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from baton.router.files import read_blueprint
 from baton.router.grid import Point
 from baton.router.plan import Part
 from baton.router.request_view import Ask
 from baton.router.select import select_pool
+from baton.router.topology_file import read_blueprint
 from tests.e2e.harness import assert_unbroken, eventually
 from tests.e2e.pooled import ROUTER, Pooled
 

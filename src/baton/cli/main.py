@@ -40,7 +40,7 @@ def _serve(settings: Settings) -> int:
 
 def _announce(model: str, settings: Settings) -> None:
     from baton.engines.registry import embeds
-    from baton.topology.layout import describe, joining
+    from baton.topology.process_specs import describe, joining
 
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{settings.port}"

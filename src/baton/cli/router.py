@@ -9,8 +9,8 @@ import click
 from baton.config.settings import Settings
 from baton.errors import ConfigError
 from baton.router.explain import Request, explain
-from baton.router.files import Blueprint, read_blueprint
-from baton.router.render_grid import draw_part
+from baton.router.render import draw_part
+from baton.router.topology_file import Blueprint, read_blueprint
 
 EXIT_CONFIG = 2
 _TOKENS = click.IntRange(0, 10**12)

@@ -21,11 +21,11 @@ from baton.process.exit_codes import exit_code
 from baton.process.signals import stop_on_signals
 from baton.request.gate import Gate, GateState
 from baton.request.tracker import RequestLimits, RequestTracker
-from baton.router.files import read_blueprint
 from baton.router.forward import Forwarder
 from baton.router.metrics import RouterMetrics
 from baton.router.plan import PartName
-from baton.router.routes import Routes
+from baton.router.routing_table import Routes
+from baton.router.topology_file import read_blueprint
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.status.sd_notify import beat, notify
 

@@ -4,7 +4,7 @@ import msgspec
 
 from baton.router.grid import Axis, Point
 from baton.router.plan import Part, PartName, Plan
-from baton.router.render_grid import amount, draw_part, span
+from baton.router.render import amount, draw_part, span
 from baton.router.retry import retry_order
 from baton.router.select import Choice, matching_override, select_pool
 

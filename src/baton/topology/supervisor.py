@@ -17,10 +17,10 @@ from baton.engines.registry import prepare_model
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.listener import refuse_unusable_address
-from baton.topology.layout import lay_out
 from baton.topology.process import Process
+from baton.topology.process_specs import lay_out
 from baton.topology.progress import show_progress
-from baton.topology.ready import wait_for_model
+from baton.topology.startup import wait_for_model
 
 log = logging.getLogger(__name__)
 

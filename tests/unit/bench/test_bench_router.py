@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from baton.ports.runtime import Client, Context, Service, Wire
-from baton.router.files import read_blueprint
 from baton.router.request_view import read_ask
 from baton.router.select import select_pool
+from baton.router.topology_file import read_blueprint
 from baton.testing import run_bounded
 from baton.testing.memory_runtime import MemoryRuntime
 from bench.peers.reference_router import ReferenceRouter

@@ -11,7 +11,7 @@ from baton.router.forward import Forwarder
 from baton.router.grid import Axis, Grid
 from baton.router.metrics import RouterMetrics
 from baton.router.plan import Aggregated, Override, Part, Plan, Pool, Retry
-from baton.router.routes import Routes
+from baton.router.routing_table import Routes
 from baton.testing.fakes import RecordingObserver
 from baton.testing.memory_runtime import MemoryContext, MemoryEndpoint, MemoryRuntime
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import msgspec
 
-from baton.router.content import Problems, Tree, read_content
-from baton.router.draft import FileDraft, make_part, warn_of_waste
-from baton.router.layout import read_layout
+from baton.router.baton_format import read_layout
+from baton.router.dynamo_format import is_reference, read_reference
+from baton.router.parsing import Problems, Tree, read_content
 from baton.router.plan import Aggregated, Disaggregated, Part, PartName, Plan
-from baton.router.reference import is_reference, read_reference
+from baton.router.specs import FileDraft, make_part, warn_of_waste
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

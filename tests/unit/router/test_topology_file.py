@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from baton.errors import ConfigError
-from baton.router.files import Blueprint, Group, read_blueprint
 from baton.router.grid import Axis, Grid
 from baton.router.plan import Aggregated, Disaggregated, Override, Part, Plan, Pool, Retry
+from baton.router.topology_file import Blueprint, Group, read_blueprint
 
 FULL = """
 mode: disaggregated

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from baton.router.files import Blueprint, read_blueprint
 from baton.router.grid import Axis, Grid, Point
 from baton.router.plan import Aggregated, Disaggregated, Override, Part, Plan, Pool, Retry
 from baton.router.retry import retry_order
 from baton.router.select import select_pool
+from baton.router.topology_file import Blueprint, read_blueprint
 
 # The grids of the reference's examples.
 TWO_BY_TWO: dict[str, Any] = {

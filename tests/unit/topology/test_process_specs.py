@@ -9,7 +9,7 @@ from baton.config.load import load
 from baton.config.runtime import RuntimeOptions
 from baton.config.settings import MAX_PORT, Settings
 from baton.errors import ConfigError
-from baton.topology.layout import describe, joining, lay_out
+from baton.topology.process_specs import describe, joining, lay_out
 
 
 def test_workers_of_one_kind_are_numbered() -> None:

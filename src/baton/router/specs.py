@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from baton.router.content import Problems, Tree, entries
 from baton.router.grid import Axis, Grid
+from baton.router.parsing import Problems, Tree, entries
 from baton.router.plan import Override, Part, PartName, Pool, Retry
 from baton.router.retry import retry_order
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from baton.config.load import options, override, to_environment
 from baton.config.settings import MAX_PORT, Settings
 from baton.errors import ConfigError
-from baton.router.files import Group, read_blueprint
+from baton.router.topology_file import Group, read_blueprint
 
 
 class Place(NamedTuple):

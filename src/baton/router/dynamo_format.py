@@ -7,10 +7,10 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from baton.router.content import FORMS, NAME, Problems, Tree, entries, shaped
-from baton.router.draft import ENDPOINTS, AxisDraft, FileDraft, OverrideDraft, PartDraft, PoolDraft
 from baton.router.grid import Axis, AxisName
+from baton.router.parsing import FORMS, NAME, Problems, Tree, entries, shaped
 from baton.router.plan import PartName, Pool, Retry
+from baton.router.specs import ENDPOINTS, AxisDraft, FileDraft, OverrideDraft, PartDraft, PoolDraft
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

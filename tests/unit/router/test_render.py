@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.router.grid import AXES, Axis, Grid
 from baton.router.plan import Override, Part, Pool
-from baton.router.render_grid import WIDTH, amount, draw_part
+from baton.router.render import WIDTH, amount, draw_part
 
 POOLS = (
     Pool(name="short", path="a.prefill.generate", priority=0, queue_limit=32, spread="kv"),

@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from baton.router.content import ENDPOINT, NAME, Problems, Tree, shaped
-from baton.router.draft import ENDPOINTS, LARGEST, AxisDraft, FileDraft, OverrideDraft, PartDraft, PoolDraft
 from baton.router.grid import Axis, AxisName
+from baton.router.parsing import ENDPOINT, NAME, Problems, Tree, shaped
 from baton.router.plan import PartName, Pool, Retry
+from baton.router.specs import ENDPOINTS, LARGEST, AxisDraft, FileDraft, OverrideDraft, PartDraft, PoolDraft
 
 Target = Annotated[float, Meta(ge=0, le=LARGEST)]
 Name = Annotated[str, Meta(pattern=NAME)]
