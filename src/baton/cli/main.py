@@ -40,7 +40,7 @@ def _serve(settings: Settings) -> int:
 
 def _announce(model: str, settings: Settings) -> None:
     from baton.engines.registry import embeds
-    from baton.topology.process_specs import describe, joining
+    from baton.topology.process_specs import add_worker_command, describe_workers
 
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{settings.port}"
@@ -50,10 +50,10 @@ def _announce(model: str, settings: Settings) -> None:
         path = "chat/completions"
         body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
     logs = log_directory(settings) or "standard error"
-    click.echo(f"Serving {model} on {address} with {describe(settings)}  (logs: {logs})\n\nTry it:\n")
+    click.echo(f"Serving {model} on {address} with {describe_workers(settings)}  (logs: {logs})\n\nTry it:\n")
     click.echo(f"  curl {address}/v1/{path} -H 'Content-Type: application/json' -d '{body}'\n")
     if settings.prefill:
-        click.echo(f"Add a worker while it serves:\n\n  {joining(settings)}\n")
+        click.echo(f"Add a worker while it serves:\n\n  {add_worker_command(settings)}\n")
     sys.stdout.flush()
 
 

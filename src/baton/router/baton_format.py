@@ -1,4 +1,7 @@
-"""Our layout of a router's file. Lists are taken apart here, for msgspec does not say which item of one is wrong."""
+"""Baton's own format of a topology file.
+
+Items of lists are converted one by one, because msgspec does not report the index of an invalid item.
+"""
 
 from typing import Annotated, Literal
 
@@ -6,15 +9,15 @@ import msgspec
 from msgspec import Meta
 
 from baton.router.grid import Axis, AxisName
-from baton.router.parsing import ENDPOINT, NAME, Problems, Tree, shaped
-from baton.router.plan import PartName, Pool, Retry
-from baton.router.specs import ENDPOINTS, LARGEST, AxisDraft, FileDraft, OverrideDraft, PartDraft, PoolDraft
+from baton.router.parsing import ENDPOINT, NAME, Problems, Tree, convert
+from baton.router.plan import Pool, PoolRole, Retry
+from baton.router.specs import ENDPOINTS, MAX_BOUND, AxisSpec, FileSpec, OverrideSpec, PoolSpec, RoleSpec
 
-Target = Annotated[float, Meta(ge=0, le=LARGEST)]
+Target = Annotated[float, Meta(ge=0, le=MAX_BOUND)]
 Name = Annotated[str, Meta(pattern=NAME)]
 
 BLOCK_SIZE = Pool(name="", path="", priority=0).block_size
-_PARTS: dict[str, tuple[PartName, ...]] = {"disaggregated": ("prefill", "decode"), "aggregated": ("aggregated",)}
+_ROLES: dict[str, tuple[PoolRole, ...]] = {"disaggregated": ("prefill", "decode"), "aggregated": ("aggregated",)}
 
 
 class _Defaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +41,7 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     aggregated: Tree | None = None
 
 
-class _Part(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _Role(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pools: Annotated[list[object], Meta(min_length=1)]
     axes: list[object] = []
     mapping: object = None
@@ -74,25 +77,25 @@ class _Override(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pool: int | str
 
 
-def read_layout(content: Tree, namespace: str, problems: Problems) -> FileDraft:
-    """Return what a file of our layout says. It can be used only if no problem was noted."""
-    file = shaped(content, _File, "", problems)
+def read_baton_format(tree: Tree, namespace: str, problems: Problems) -> FileSpec:
+    """Return the content of a file in this format. The result is only valid if no problem was recorded."""
+    file = convert(tree, _File, "", problems)
     if file is None:
-        return FileDraft(parts={}, retry=Retry())
-    found: dict[PartName, Tree | None] = {
+        return FileSpec(roles={}, retry=Retry())
+    sections: dict[PoolRole, Tree | None] = {
         "prefill": file.prefill,
         "decode": file.decode,
         "aggregated": file.aggregated,
     }
-    parts: dict[PartName, PartDraft] = {}
-    for name, section in found.items():
-        belongs = name in _PARTS[file.mode]
-        if belongs != (section is not None):
-            problems.add(name, "missing" if belongs else f"mode {file.mode} has no such part")
+    roles: dict[PoolRole, RoleSpec] = {}
+    for role, section in sections.items():
+        expected = role in _ROLES[file.mode]
+        if expected != (section is not None):
+            problems.add(role, "missing" if expected else f"not allowed with mode {file.mode}")
         elif section is not None:
-            parts[name] = _part(section, name, namespace, problems)
-    return FileDraft(
-        parts=parts,
+            roles[role] = _read_role(section, role, namespace, problems)
+    return FileSpec(
+        roles=roles,
         retry=Retry(faster=file.retry.faster, others=file.retry.others),
         ttft_ms=file.defaults.ttft_ms,
         itl_ms=file.defaults.itl_ms,
@@ -101,43 +104,49 @@ def read_layout(content: Tree, namespace: str, problems: Problems) -> FileDraft:
     )
 
 
-def _part(section: Tree, name: PartName, namespace: str, problems: Problems) -> PartDraft:
-    part = shaped(section, _Part, name, problems) or _Part(pools=[])
-    pools = [_pool(one, n, name, namespace, problems) for n, one in enumerate(part.pools)]
-    axes = _axes(part.axes, f"{name}.axes", problems)
-    overrides = [_override(one, f"{name}.overrides[{n}]", problems) for n, one in enumerate(part.overrides)]
-    mapping = part.mapping
-    if mapping is None and len(part.pools) == 1 and not axes:
-        mapping = 0
-    elif mapping is None and part.pools:
-        problems.add(f"{name}.mapping", "missing")
-    return PartDraft(
-        at=name,
-        pools=tuple(pool for pool in pools if pool is not None),
+def _read_role(tree: Tree, role: PoolRole, namespace: str, problems: Problems) -> RoleSpec:
+    section = convert(tree, _Role, role, problems) or _Role(pools=[])
+    pools = [_read_pool(item, n, role, namespace, problems) for n, item in enumerate(section.pools)]
+    axes = _read_axes(section.axes, f"{role}.axes", problems)
+    overrides = [_read_override(item, f"{role}.overrides[{n}]", problems) for n, item in enumerate(section.overrides)]
+    return RoleSpec(
+        at=role,
+        pools=tuple(filter(None, pools)),
         axes=axes,
-        mapping=mapping,
-        mapping_at=f"{name}.mapping",
-        overrides=tuple(override for override in overrides if override is not None),
+        mapping=_read_mapping(section, bool(axes), f"{role}.mapping", problems),
+        mapping_at=f"{role}.mapping",
+        overrides=tuple(filter(None, overrides)),
         has_names=True,
     )
 
 
-def _pool(content: object, number: int, part: PartName, namespace: str, problems: Problems) -> PoolDraft | None:
-    at = f"{part}.pools[{number}]"
-    pool = shaped(content, _Pool, at, problems)
+def _read_mapping(section: _Role, has_axes: bool, at: str, problems: Problems) -> object:
+    """Return the mapping, which a single pool without axes does not need."""
+    if section.mapping is not None or not section.pools:
+        return section.mapping
+    if len(section.pools) > 1 or has_axes:
+        problems.add(at, "missing")
+    return 0
+
+
+def _read_pool(value: object, number: int, role: PoolRole, namespace: str, problems: Problems) -> PoolSpec | None:
+    at = f"{role}.pools[{number}]"
+    pool = convert(value, _Pool, at, problems)
     if pool is None:
         return None
-    prefix = namespace if part == "aggregated" else f"{namespace}-{part}"
-    place = pool.namespace or f"{prefix}-{pool.name}"
-    endpoint = pool.endpoint or ENDPOINTS[part]
-    if pool.workers and endpoint != ENDPOINTS[part]:
-        problems.add(f"{at}.endpoint", f"workers started from this file are at {ENDPOINTS[part]}; drop it, or workers")
-    return PoolDraft(
+    prefix = namespace if role == "aggregated" else f"{namespace}-{role}"
+    pool_namespace = pool.namespace or f"{prefix}-{pool.name}"
+    endpoint = pool.endpoint or ENDPOINTS[role]
+    if pool.workers and endpoint != ENDPOINTS[role]:
+        problems.add(
+            f"{at}.endpoint", f"workers started from this file serve {ENDPOINTS[role]}; remove endpoint or workers"
+        )
+    return PoolSpec(
         at=at,
-        namespace=place,
+        namespace=pool_namespace,
         pool=Pool(
             name=pool.name,
-            path=f"{place}.{endpoint}",
+            path=f"{pool_namespace}.{endpoint}",
             priority=number if pool.priority is None else pool.priority,
             queue_limit=pool.queue_limit,
             spread=pool.spread,
@@ -148,20 +157,20 @@ def _pool(content: object, number: int, part: PartName, namespace: str, problems
     )
 
 
-def _axes(listed: list[object], at: str, problems: Problems) -> tuple[AxisDraft, ...]:
-    """Return the axes: a list, for the mapping's levels go by their order, and not every tool keeps that of keys."""
-    axes: list[AxisDraft] = []
-    for number, content in enumerate(listed):
+def _read_axes(items: list[object], at: str, problems: Problems) -> tuple[AxisSpec, ...]:
+    """Return the axes. They are a list because the levels of the mapping follow their order."""
+    axes: list[AxisSpec] = []
+    for number, item in enumerate(items):
         place = f"{at}[{number}]"
-        axis = shaped(content, _Axis, place, problems)
+        axis = convert(item, _Axis, place, problems)
         if axis is None:
             continue
         if any(axis.name == other.title for other in axes):
-            problems.add(f"{place}.name", f"{axis.name} is an axis already")
-        axes.append(AxisDraft(Axis(axis.name, axis.min, axis.max, axis.buckets), place, axis.name))
+            problems.add(f"{place}.name", f"duplicate axis {axis.name}")
+        axes.append(AxisSpec(Axis(axis.name, axis.min, axis.max, axis.buckets), place, axis.name))
     return tuple(axes)
 
 
-def _override(content: object, at: str, problems: Problems) -> OverrideDraft | None:
-    override = shaped(content, _Override, at, problems)
-    return None if override is None else OverrideDraft(at, override.min, override.max, override.pool)
+def _read_override(value: object, at: str, problems: Problems) -> OverrideSpec | None:
+    override = convert(value, _Override, at, problems)
+    return None if override is None else OverrideSpec(at, override.min, override.max, override.pool)

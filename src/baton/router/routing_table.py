@@ -1,40 +1,118 @@
-"""The plan in force with its pools, and the way from one plan to the next."""
+"""The routing table: the plan in force with the state of its pools, and the pools that each request tries."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from baton.errors import Overloaded, PeerLost
 from baton.ports.runtime import Runtime
-from baton.router.plan import PartName, Plan, Pool
-from baton.router.pools import PartRoutes, PoolState
+from baton.router.plan import Plan, Pool, PoolRole, RolePlan
+from baton.router.pools import MEASURED, PoolState
+from baton.router.request_view import RequestView
+from baton.router.select import Candidate, Choice, Skip, rank_candidates, retry_order, select_pool
+
+_SKIP_REASONS: dict[Skip, str] = {"empty": "no worker", "queue": "queue full", "slow": "misses the targets"}
 
 
-class Routes:
-    """What the router goes by now. A pool that stays in the plan, or comes back, keeps its client and measurements."""
+class Route:
+    """The pools that one request may try. The state of the pools is checked before each attempt."""
+
+    def __init__(
+        self, choice: Choice, targets: Mapping[str, float], order: Sequence[PoolState], adaptive: bool
+    ) -> None:
+        self.choice = choice
+        self.targets = targets
+        self.skipped: dict[PoolState, Skip] = {}
+        self._left = list(order)
+        self._adaptive = adaptive
+
+    def next(self) -> PoolState | None:
+        """Return the best pool that has not been tried; None if no pool can accept the request."""
+        if not self._left:
+            return None
+        first = self._left[0]
+        if first.unavailable() is None and (not self._adaptive or first.meets(self.targets)):
+            return self._left.pop(0)
+        candidates = [Candidate(n, pool.unavailable(), pool.meets(self.targets)) for n, pool in enumerate(self._left)]
+        order, skipped = rank_candidates(candidates, self._adaptive)
+        self.skipped.update((self._left[n], why) for n, why in skipped)
+        return self._left.pop(order[0]) if order else None
+
+    def refusal(self) -> Overloaded | PeerLost:
+        """Return the error for a request that no pool could accept."""
+        reasons = ", ".join(f"{state.pool.name} ({_SKIP_REASONS[why]})" for state, why in self.skipped.items())
+        error = Overloaded if "queue" in self.skipped.values() else PeerLost
+        return error(f"no pool can accept the request: {reasons}")
+
+
+class RoleRouter:
+    """Routes the requests of one role. Replaced as a whole when the plan changes."""
+
+    def __init__(self, role: PoolRole, plan: Plan, states: Sequence[PoolState]) -> None:
+        self.role = role
+        self.plan = plan
+        self.role_plan: RolePlan = plan.roles[role]
+        self.states = states
+        pools = self.role_plan.pools
+        self._orders = [[states[n] for n in retry_order(pools, selected, plan.retry)] for selected in range(len(pools))]
+        self._time_axes = [
+            (place, axis) for place, axis in enumerate(self.role_plan.grid.axes) if axis.name in MEASURED[role]
+        ]
+
+    def route(self, request: RequestView) -> Route:
+        """Select the pools for a request. Without a target of its own, the upper bound of its bucket is the target."""
+        choice = select_pool(self.role_plan, request.point, request.priority)
+        targets: dict[str, float] = {}
+        for place, axis in self._time_axes:
+            target: float | None = getattr(request.point, axis.name)
+            targets[axis.name] = target if target is not None else axis.bounds(choice.cell[place])[1]
+        return Route(choice, targets, self._orders[choice.pool], self.plan.adaptive)
+
+    def tightest_targets(self) -> Iterator[tuple[PoolState, str, float]]:
+        """Iterate over pools and time axes, with the upper bound of the lowest bucket that selects the pool."""
+        grid = self.role_plan.grid
+        tightest: dict[tuple[int, str], float] = {}
+        for place, pool in enumerate(grid.cells):
+            for axis_place, axis in self._time_axes:
+                stride = 1
+                for later in grid.axes[axis_place + 1 :]:
+                    stride *= later.buckets
+                limit = axis.bounds(place // stride % axis.buckets)[1]
+                key = (pool, axis.name)
+                tightest[key] = min(limit, tightest.get(key, limit))
+        for (pool, name), limit in tightest.items():
+            yield self.states[pool], name, limit
+
+
+class RoutingTable:
+    """The routers of the plan in force. A pool that stays in the plan, or is added again, keeps its client and latency.
+
+    Clients are never dropped, because the runtime does not release them either.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._parts: dict[PartName, PartRoutes] = {}
-        self._known: dict[tuple[object, ...], PoolState] = {}  # the runtime does not let go of a client either
+        self._routers: dict[PoolRole, RoleRouter] = {}
+        self._pools: dict[tuple[object, ...], PoolState] = {}
 
-    def part(self, name: PartName) -> PartRoutes:
-        """Return a part as the plan in force has it."""
-        return self._parts[name]
+    def router(self, role: PoolRole) -> RoleRouter:
+        """Return the router of a role."""
+        return self._routers[role]
 
-    def parts(self) -> Iterable[PartRoutes]:
-        """Return all parts."""
-        return self._parts.values()
+    def routers(self) -> Iterable[RoleRouter]:
+        """Return the routers of all roles."""
+        return self._routers.values()
 
     async def adopt(self, plan: Plan) -> None:
-        """Go by `plan` from now on; requests that run go on by the one they began with. On error nothing changes."""
-        found = {name: [await self._state(name, pool) for pool in part.pools] for name, part in plan.parts.items()}
-        for name, part in plan.parts.items():
-            for state, pool in zip(found[name], part.pools, strict=True):
+        """Route new requests by `plan`; running requests keep the plan they started with. On error nothing changes."""
+        states = {role: [await self._state(role, pool) for pool in each.pools] for role, each in plan.roles.items()}
+        for role, each in plan.roles.items():
+            for state, pool in zip(states[role], each.pools, strict=True):
                 state.pool = pool
-        self._parts = {name: PartRoutes(name, plan, states) for name, states in found.items()}
+        self._routers = {role: RoleRouter(role, plan, role_states) for role, role_states in states.items()}
 
-    async def _state(self, name: PartName, pool: Pool) -> PoolState:
-        key = (name, pool.path, pool.spread, pool.block_size)
-        if key not in self._known:
+    async def _state(self, role: PoolRole, pool: Pool) -> PoolState:
+        key = (role, pool.path, pool.spread, pool.block_size)
+        if key not in self._pools:
             client = await self._runtime.client(pool.path, pool.block_size if pool.spread == "kv" else None)
-            self._known[key] = PoolState(pool, client, asyncio.get_running_loop().time)
-        return self._known[key]
+            self._pools[key] = PoolState(pool, client, asyncio.get_running_loop().time)
+        return self._pools[key]

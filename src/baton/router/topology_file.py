@@ -1,80 +1,80 @@
-"""Plans from files: ours, in YAML or JSON, or the reference's JSON. docs/router.md describes them."""
+"""Reads topology files: Baton's format in YAML or JSON, or the JSON of Dynamo's global router. See docs/router.md."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from baton.router.baton_format import read_layout
-from baton.router.dynamo_format import is_reference, read_reference
-from baton.router.parsing import Problems, Tree, read_content
-from baton.router.plan import Aggregated, Disaggregated, Part, PartName, Plan
-from baton.router.specs import FileDraft, make_part, warn_of_waste
+from baton.router.baton_format import read_baton_format
+from baton.router.dynamo_format import is_dynamo_format, read_dynamo_format
+from baton.router.parsing import Problems, Tree, load_tree
+from baton.router.plan import Aggregated, Disaggregated, Plan, PoolRole, RolePlan
+from baton.router.specs import FileSpec, build_role_plan, warn_unused
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that `baton serve --topology` starts for a pool. Its settings win over those of the blueprint."""
+class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers that `baton serve --topology` starts for a pool. Its settings override those of the file."""
 
-    part: PartName
+    role: PoolRole
     pool: str
     namespace: str
     count: int
     settings: Tree
 
 
-class Blueprint(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan, and the workers that its file asks for. `settings` are for all of them."""
+class TopologyFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The routing plan of a file and the workers to start. `settings` apply to all of them."""
 
     plan: Plan
-    groups: tuple[Group, ...]
+    groups: tuple[WorkerGroup, ...]
     settings: Tree
 
 
-def read_blueprint(path: Path, namespace: str) -> Blueprint:
-    """Return what the file says; `namespace` is the router's own.
+def read_topology(path: Path, namespace: str) -> TopologyFile:
+    """Return the content of the file; `namespace` is the router's own.
 
-    Raises ConfigError that says in one line what is wrong, and at which places in the file. Logs a warning for what is
-    allowed and can hardly be meant.
+    Raises ConfigError, in one line with the path of each problem inside the file. Logs a warning for what is valid but
+    probably a mistake.
     """
-    content = read_content(path)
+    tree = load_tree(path)
     problems = Problems(path)
-    read = read_reference if is_reference(content) else read_layout
-    draft = read(content, namespace, problems)
-    problems.raise_any()
-    _keep_apart(draft, namespace, problems)
-    parts = {name: make_part(part, problems) for name, part in draft.parts.items()}
-    problems.raise_any()
-    for name, part in parts.items():
-        warn_of_waste(part, draft.parts[name], draft.retry, path)
-    return Blueprint(plan=_plan(draft, parts), groups=tuple(_groups(draft)), settings=draft.settings)
+    read = read_dynamo_format if is_dynamo_format(tree) else read_baton_format
+    spec = read(tree, namespace, problems)
+    problems.raise_if_any()
+    _check_namespaces(spec, namespace, problems)
+    plans = {role: build_role_plan(section, problems) for role, section in spec.roles.items()}
+    problems.raise_if_any()
+    for role, plan in plans.items():
+        warn_unused(plan, spec.roles[role], spec.retry, path)
+    return TopologyFile(plan=_build_plan(spec, plans), groups=tuple(_worker_groups(spec)), settings=spec.settings)
 
 
-def _keep_apart(draft: FileDraft, namespace: str, problems: Problems) -> None:
-    for part in draft.parts.values():
-        for pool in part.pools:
+def _check_namespaces(spec: FileSpec, namespace: str, problems: Problems) -> None:
+    for section in spec.roles.values():
+        for pool in section.pools:
             if pool.namespace == namespace:
                 problems.add(
-                    pool.at, f'"{namespace}" is the router\'s own namespace, whose frontend would pass the router by'
+                    pool.at, f'"{namespace}" is the router\'s own namespace; its frontend would bypass the router'
                 )
 
 
-def _plan(draft: FileDraft, parts: dict[PartName, Part]) -> Plan:
+def _build_plan(spec: FileSpec, plans: dict[PoolRole, RolePlan]) -> Plan:
     mode: Disaggregated | Aggregated
-    if "aggregated" in parts:
-        mode = Aggregated(parts["aggregated"])
+    if "aggregated" in plans:
+        mode = Aggregated(plans["aggregated"])
     else:
-        mode = Disaggregated(parts["prefill"], parts["decode"])
-    return Plan(mode=mode, ttft_ms=draft.ttft_ms, itl_ms=draft.itl_ms, retry=draft.retry, adaptive=draft.adaptive)
+        mode = Disaggregated(plans["prefill"], plans["decode"])
+    return Plan(mode=mode, ttft_ms=spec.ttft_ms, itl_ms=spec.itl_ms, retry=spec.retry, adaptive=spec.adaptive)
 
 
-def _groups(draft: FileDraft) -> Iterator[Group]:
-    for name, part in draft.parts.items():
-        for one in part.pools:
-            if one.workers:
-                yield Group(
-                    part=name,
-                    pool=one.pool.name,
-                    namespace=one.namespace,
-                    count=one.workers,
-                    settings=one.settings,
+def _worker_groups(spec: FileSpec) -> Iterator[WorkerGroup]:
+    for role, section in spec.roles.items():
+        for each in section.pools:
+            if each.workers:
+                yield WorkerGroup(
+                    role=role,
+                    pool=each.pool.name,
+                    namespace=each.namespace,
+                    count=each.workers,
+                    settings=each.settings,
                 )

@@ -1,4 +1,4 @@
-"""What one `baton serve` starts beside its frontend: names, roles, ports and shares of the machine."""
+"""The processes that `baton serve` starts beside its frontend: their names, roles, ports and shares of the cores."""
 
 import shlex
 from pathlib import Path
@@ -7,74 +7,78 @@ from typing import NamedTuple
 from baton.config.load import options, override, to_environment
 from baton.config.settings import MAX_PORT, Settings
 from baton.errors import ConfigError
-from baton.router.topology_file import Group, read_blueprint
+from baton.router.topology_file import WorkerGroup, read_topology
 
 
-class Place(NamedTuple):
-    """One process to start: what it is called, the settings that are its own, as variables, and its command."""
+class ProcessSpec(NamedTuple):
+    """One process to start: its name, its own settings as environment variables, and its `baton` command."""
 
     name: str
     variables: dict[str, str]
     command: str = "worker"
 
 
-def lay_out(settings: Settings, cores: int) -> list[Place]:
-    """Return what to start on a machine with `cores`. Raises ConfigError if it cannot be a whole."""
-    places = _pools(settings, cores) if settings.topology else _workers(settings, cores)
-    if settings.system_port + len(places) - 1 > MAX_PORT:
+def build_process_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
+    """Return the processes to start on a machine with `cores`. Raises ConfigError for settings that conflict."""
+    specs = _pool_specs(settings, cores) if settings.topology else _worker_specs(settings, cores)
+    if settings.system_port + len(specs) - 1 > MAX_PORT:
         raise ConfigError(
-            f"--system-port {settings.system_port} is too high for {len(places)} workers: {MAX_PORT} is the last"
+            f"--system-port {settings.system_port} is too high for {len(specs)} processes: the last port is {MAX_PORT}"
         )
     return [
-        place._replace(variables={**place.variables, **_port(settings, number)}) for number, place in enumerate(places)
+        spec._replace(variables={**spec.variables, **_system_port(settings, number)})
+        for number, spec in enumerate(specs)
     ]
 
 
-def _workers(settings: Settings, cores: int) -> list[Place]:
-    names = _names(settings)
-    own = _share_of_cores(settings, cores, len(names))
-    return [Place(f"{role}-{number}", {**_role(role, settings), **own}) for role, number in names]
+def _worker_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
+    names = _generating(settings) + [("encode", number) for number in range(settings.encode)]
+    threads = _torch_threads(settings, cores, len(names))
+    return [ProcessSpec(f"{role}-{number}", {**_role_variables(role, settings), **threads}) for role, number in names]
 
 
-def _pools(settings: Settings, cores: int) -> list[Place]:
-    """Return the workers of every pool that names some, and the router before them."""
-    groups = _groups(settings)
-    own = _share_of_cores(settings, cores, sum(group.count for group in groups))
-    places = [Place("router", {}, "router run")]
+def _pool_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
+    """Return the router, and the workers of every pool that the topology file starts workers for."""
+    groups = _worker_groups(settings)
+    threads = _torch_threads(settings, cores, sum(group.count for group in groups))
+    specs = [ProcessSpec("router", {}, "router run")]
     for group in groups:
-        source = f"the workers of {group.part} pool {group.pool} in {settings.topology}"
-        pooled = override(settings, {**group.settings, "namespace": group.namespace, "role": group.part}, source)
-        variables = {**to_environment(pooled), **({} if pooled.torch.threads else own)}
-        # A worker's role is all that it needs of the topology, and the pool's name alone would not tell both parts.
-        prefix = group.pool if group.part == "aggregated" else f"{group.part}-{group.pool}"
-        places += [Place(f"{prefix}-{number}", variables) for number in range(group.count)]
-    return places
+        source = f"the workers of {group.role} pool {group.pool} in {settings.topology}"
+        pooled = override(settings, {**group.settings, "namespace": group.namespace, "role": group.role}, source)
+        variables = {**to_environment(pooled), **({} if pooled.torch.threads else threads)}
+        # A prefill and a decode pool may have the same name.
+        prefix = group.pool if group.role == "aggregated" else f"{group.role}-{group.pool}"
+        specs += [ProcessSpec(f"{prefix}-{number}", variables) for number in range(group.count)]
+    return specs
 
 
-def _groups(settings: Settings) -> tuple[Group, ...]:
-    groups = read_blueprint(Path(settings.topology), settings.namespace).groups
+def _worker_groups(settings: Settings) -> tuple[WorkerGroup, ...]:
+    groups = read_topology(Path(settings.topology), settings.namespace).groups
     if not groups:
         raise ConfigError(
-            f"no pool in {settings.topology} says which workers to start: give one `workers: {{count: 1}}`,"
+            f"no pool in {settings.topology} has workers to start: give one `workers: {{count: 1}}`,"
             f" or start the router alone with `baton router run --topology {settings.topology}`"
         )
     return groups
 
 
-def describe(settings: Settings) -> str:
-    """Return in words what runs: "2 workers", "1 prefill and 2 decode workers"."""
+def describe_workers(settings: Settings) -> str:
+    """Return a summary for the terminal: "2 workers", "1 prefill and 2 decode workers"."""
     if settings.topology:
-        groups = _groups(settings)
-        workers = sum(group.count for group in groups)
-        return f"{workers} worker{'s' * (workers != 1)} in {len(groups)} pools behind a router"
-    encoders = f" and {settings.encode} to encode" if settings.encode else ""
+        groups = _worker_groups(settings)
+        return f"{_count(sum(group.count for group in groups), 'worker')} in {len(groups)} pools behind a router"
+    encoders = f" and {_count(settings.encode, 'encode worker')}" if settings.encode else ""
     if settings.prefill:
         return f"{settings.prefill} prefill and {settings.decode} decode workers{encoders}"
-    return ("1 worker" if settings.workers == 1 else f"{settings.workers} workers") + encoders
+    return _count(settings.workers, "worker") + encoders
 
 
-def joining(settings: Settings) -> str:
-    """Return the command that adds a worker to those of a running `baton serve` with these settings."""
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def add_worker_command(settings: Settings) -> str:
+    """Return the command that adds a worker to a running `baton serve` with these settings."""
     flags = {
         "--role": "decode" if settings.prefill else "auto",
         "--engine": settings.engine,
@@ -84,44 +88,43 @@ def joining(settings: Settings) -> str:
         "--runtime-discovery": settings.runtime.discovery,
         "--runtime-directory": settings.runtime.directory,
     }
-    usual = {option.flag: option.default for option in options()}
-    given = [f"{flag} {shlex.quote(value)}" for flag, value in flags.items() if value != usual[flag]]
-    words = ["--", shlex.join(settings.engine_args)] if settings.engine_args else []
-    return " ".join(["baton worker", *given, *words])
+    defaults = {option.flag: option.default for option in options()}
+    args = [f"{flag} {shlex.quote(value)}" for flag, value in flags.items() if value != defaults[flag]]
+    engine_args = ["--", shlex.join(settings.engine_args)] if settings.engine_args else []
+    return " ".join(["baton worker", *args, *engine_args])
 
 
-def _names(settings: Settings) -> list[tuple[str, int]]:
-    return _computing(settings) + [("encode", number) for number in range(settings.encode)]
-
-
-def _computing(settings: Settings) -> list[tuple[str, int]]:
+def _generating(settings: Settings) -> list[tuple[str, int]]:
+    """Return role and number of every worker that is not an encode worker."""
     if not settings.prefill:
         if settings.role in ("prefill", "decode", "encode"):
             flags = "--encode" if settings.role == "encode" else "--prefill and --decode"
             raise ConfigError(
-                f"--role {settings.role} alone serves nobody: give {flags} instead,"
-                f" or add a worker to those that run with `baton worker --role {settings.role}`"
+                f"workers with --role {settings.role} cannot serve requests alone: give {flags} instead,"
+                f" or add a worker to a running `baton serve` with `baton worker --role {settings.role}`"
             )
         return [("worker", number) for number in range(settings.workers)]
     if settings.role != "auto":
-        raise ConfigError(f"--prefill and --decode say what workers do: drop --role {settings.role}")
+        raise ConfigError(f"--prefill and --decode set the roles of the workers: drop --role {settings.role}")
     return [("prefill", number) for number in range(settings.prefill)] + [
         ("decode", number) for number in range(settings.decode)
     ]
 
 
-def _role(role: str, settings: Settings) -> dict[str, str]:
-    own = {} if role == "worker" else {"BATON_ROLE": role}
-    return {**own, "BATON_MEDIA_ENCODERS": str(role != "encode").lower()} if settings.encode else own
+def _role_variables(role: str, settings: Settings) -> dict[str, str]:
+    variables = {} if role == "worker" else {"BATON_ROLE": role}
+    if settings.encode:
+        variables["BATON_MEDIA_ENCODERS"] = str(role != "encode").lower()
+    return variables
 
 
-def _port(settings: Settings, place: int) -> dict[str, str]:
+def _system_port(settings: Settings, number: int) -> dict[str, str]:
     base = settings.system_port
-    return {"BATON_SYSTEM_PORT": str(base + place)} if base else {}
+    return {"BATON_SYSTEM_PORT": str(base + number)} if base else {}
 
 
-def _share_of_cores(settings: Settings, cores: int, workers: int) -> dict[str, str]:
-    """Workers that share a machine share its cores: more threads than cores wait for each other."""
+def _torch_threads(settings: Settings, cores: int, workers: int) -> dict[str, str]:
+    """Divide the cores among the workers: more threads than cores slow each other down."""
     if settings.torch.threads or workers == 1:
         return {}
     return {"BATON_TORCH_THREADS": str(max(1, cores // workers))}

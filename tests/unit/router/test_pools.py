@@ -1,11 +1,11 @@
-"""How fast a pool has been: quantiles that forget."""
+"""Latency windows: quantiles of recent samples."""
 
 import math
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.latency import FEWEST, FRESH_S, MOST, OLDEST_S, Window
+from baton.router.pools import MAX_AGE_S, MAX_SAMPLES, MIN_SAMPLES, REFRESH_INTERVAL_S, LatencyWindow
 
 
 class Clock:
@@ -16,40 +16,40 @@ class Clock:
         return self.now
 
 
-@given(st.lists(st.floats(0, 1e6), max_size=2 * MOST), st.floats(0.01, 1.0))
-def test_a_quantile_is_the_least_value_that_so_many_do_not_exceed(values: list[float], share: float) -> None:
-    window = Window(Clock())
+@given(st.lists(st.floats(0, 1e6), max_size=2 * MAX_SAMPLES), st.floats(0.01, 1.0))
+def test_quantile_is_the_smallest_sample_that_the_share_does_not_exceed(values: list[float], share: float) -> None:
+    window = LatencyWindow(Clock())
     for value in values:
         window.add(value)
-    recent = values[-MOST:]
-    found = window.quantile(share)
-    if len(recent) < FEWEST:
-        assert found is None
+    recent = values[-MAX_SAMPLES:]
+    quantile = window.quantile(share)
+    if len(recent) < MIN_SAMPLES:
+        assert quantile is None
         return
-    assert found is not None
-    enough = math.ceil(share * len(recent))
-    assert sum(value <= found for value in recent) >= enough
-    assert sum(value < found for value in recent) < enough
+    assert quantile is not None
+    wanted = math.ceil(share * len(recent))
+    assert sum(value <= quantile for value in recent) >= wanted
+    assert sum(value < quantile for value in recent) < wanted
 
 
-def test_old_values_are_forgotten_and_then_nothing_is_known() -> None:
+def test_old_samples_are_dropped() -> None:
     clock = Clock()
-    window = Window(clock)
-    for _ in range(FEWEST):
+    window = LatencyWindow(clock)
+    for _ in range(MIN_SAMPLES):
         window.add(5.0)
     assert window.quantile(0.9) == 5.0
-    clock.now = OLDEST_S + 1
+    clock.now = MAX_AGE_S + 1
     assert window.quantile(0.9) is None
 
 
-def test_new_values_count_after_a_moment() -> None:
+def test_new_samples_count_after_the_refresh_interval() -> None:
     clock = Clock()
-    window = Window(clock)
-    for _ in range(FEWEST):
+    window = LatencyWindow(clock)
+    for _ in range(MIN_SAMPLES):
         window.add(5.0)
     assert window.quantile(0.5) == 5.0
-    for _ in range(10 * FEWEST):
+    for _ in range(10 * MIN_SAMPLES):
         window.add(9.0)
     assert window.quantile(0.5) == 5.0
-    clock.now = FRESH_S
+    clock.now = REFRESH_INTERVAL_S
     assert window.quantile(0.5) == 9.0

@@ -1,4 +1,4 @@
-"""Grids drawn as text: what is where, how wide, and what is said of pools. The pictures are compared whole."""
+"""Grids and pools rendered as text. Whole outputs are compared."""
 
 from textwrap import dedent
 
@@ -6,27 +6,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.grid import AXES, Axis, Grid
-from baton.router.plan import Override, Part, Pool
-from baton.router.render import WIDTH, amount, draw_part
+from baton.router.plan import Override, Pool, RolePlan
+from baton.router.render import WIDTH, format_number, render_role
 
 POOLS = (
     Pool(name="short", path="a.prefill.generate", priority=0, queue_limit=32, spread="kv"),
     Pool(name="long", path="bb.prefill.generate", priority=10),
 )
 LEGEND = """
-  pool   at                   priority  queue  spread
+  pool   endpoint             priority  queue  spread
   short  a.prefill.generate          0     32  kv
   long   bb.prefill.generate        10      -  round-robin"""
 LENGTH, TTFT = Axis("length", 0, 2048, 2), Axis("ttft_ms", 50, 2050, 2)
 
 
-def picture(text: str) -> str:
+def expect(text: str) -> str:
     return dedent(text).strip("\n")
 
 
-def test_two_axes_are_a_table_with_the_cell_that_was_asked_for_between_arrows() -> None:
-    part = Part(pools=POOLS, grid=Grid((LENGTH, TTFT), (0, 0, 1, 0)), overrides=(Override(5, 10, 0),))
-    table = picture(
+def test_two_axes_are_a_table_with_the_marked_cell_between_arrows() -> None:
+    plan = RolePlan(pools=POOLS, grid=Grid((LENGTH, TTFT), (0, 0, 1, 0)), overrides=(Override(5, 10, 0),))
+    table = expect(
         """
         prefill: 2 pools, by length and ttft_ms
 
@@ -39,13 +39,13 @@ def test_two_axes_are_a_table_with_the_cell_that_was_asked_for_between_arrows() 
           2048 └───────────┴───────────┘
         """
     )
-    rest = f"\n{LEGEND}\n  priority 5 to 10 goes to short wherever it lies"
-    assert draw_part("prefill", part, (1, 0)) == table + rest
-    assert draw_part("prefill", part) == table.replace("▶ long ◀", "  long  ") + rest
+    rest = f"\n{LEGEND}\n  priority 5 to 10 always goes to short"
+    assert render_role("prefill", plan, (1, 0)) == table + rest
+    assert render_role("prefill", plan) == table.replace("▶ long ◀", "  long  ") + rest
 
 
 def test_one_axis_is_one_row() -> None:
-    part = Part(pools=POOLS, grid=Grid((Axis("itl_ms", 0, 1, 4),), (0, 1, 1, 1)))
+    plan = RolePlan(pools=POOLS, grid=Grid((Axis("itl_ms", 0, 1, 4),), (0, 1, 1, 1)))
     expected = """
         decode: 2 pools, by itl_ms
 
@@ -55,11 +55,11 @@ def test_one_axis_is_one_row() -> None:
            │   short   │    long   │    long   │    long   │
            └───────────┴───────────┴───────────┴───────────┘
         """
-    assert draw_part("decode", part) == picture(expected) + "\n" + LEGEND
+    assert render_role("decode", plan) == expect(expected) + "\n" + LEGEND
 
 
 def test_three_axes_are_a_table_for_each_bucket_of_the_first() -> None:
-    part = Part(pools=POOLS, grid=Grid((LENGTH, TTFT, Axis("itl_ms", 5, 10, 1)), (0, 1, 1, 1)))
+    plan = RolePlan(pools=POOLS, grid=Grid((LENGTH, TTFT, Axis("itl_ms", 5, 10, 1)), (0, 1, 1, 1)))
     expected = """
         aggregated: 2 pools, by length, ttft_ms and itl_ms
 
@@ -81,46 +81,46 @@ def test_three_axes_are_a_table_for_each_bucket_of_the_first() -> None:
                │  ▶ long ◀ │
           2050 └───────────┘
         """
-    assert draw_part("aggregated", part, (1, 1, 0)) == picture(expected) + "\n" + LEGEND
+    assert render_role("aggregated", plan, (1, 1, 0)) == expect(expected) + "\n" + LEGEND
 
 
 def test_without_axes_there_is_no_table() -> None:
-    part = Part(pools=POOLS, grid=Grid((), (1,)))
-    assert draw_part("prefill", part, ()) == "prefill: 2 pools, requests go to long\n" + LEGEND
-    alone = Part(pools=POOLS[:1], grid=Grid((), (0,)))
-    assert draw_part("prefill", alone).startswith("prefill: 1 pool, requests go to short\n")
+    plan = RolePlan(pools=POOLS, grid=Grid((), (1,)))
+    assert render_role("prefill", plan, ()) == "prefill: 2 pools, all requests go to long\n" + LEGEND
+    alone = RolePlan(pools=POOLS[:1], grid=Grid((), (0,)))
+    assert render_role("prefill", alone).startswith("prefill: 1 pool, all requests go to short\n")
 
 
-def test_a_table_that_is_too_wide_goes_on_below() -> None:
-    part = Part(pools=POOLS, grid=Grid((LENGTH, Axis("ttft_ms", 0, 1200, 12)), (0,) * 24))
-    lines = draw_part("prefill", part).splitlines()
+def test_wide_table_is_split() -> None:
+    plan = RolePlan(pools=POOLS, grid=Grid((LENGTH, Axis("ttft_ms", 0, 1200, 12)), (0,) * 24))
+    lines = render_role("prefill", plan).splitlines()
     rulers = [line.split() for line in lines if line.strip()[:1].isdigit() and "─" not in line]
     assert rulers == [[str(n * 100) for n in range(8)], [str(n * 100) for n in range(7, 13)]]
     assert max(map(len, lines)) <= WIDTH
 
 
-def test_numbers_are_written_as_people_do() -> None:
+def test_numbers_have_no_exponent_or_trailing_zeros() -> None:
     numbers = [0, 1048576.0, 22.5, 32768 / 3, 1e12, 0.1 + 0.2]
-    assert [amount(number) for number in numbers] == ["0", "1048576", "22.5", "10922.7", "1000000000000", "0.3"]
+    assert [format_number(number) for number in numbers] == ["0", "1048576", "22.5", "10922.7", "1000000000000", "0.3"]
 
 
 @st.composite
-def parts(draw: st.DrawFn) -> Part:
+def role_plans(draw: st.DrawFn) -> RolePlan:
     names = draw(st.lists(st.sampled_from(AXES), unique=True, max_size=4))
     axes = tuple(Axis(name, 3, draw(st.integers(4, 10**7)), draw(st.integers(1, 9))) for name in names)
     size = 1
     for axis in axes:
         size *= axis.buckets
     pools = tuple(Pool(name=f"pool-{n}", path=f"n{n}.c.e", priority=n) for n in range(3))
-    return Part(pools=pools, grid=Grid(axes, tuple(n % 3 for n in range(size))))
+    return RolePlan(pools=pools, grid=Grid(axes, tuple(n % 3 for n in range(size))))
 
 
-@given(parts())
-def test_every_cell_is_drawn_once_in_a_frame_that_closes(part: Part) -> None:
-    lines = draw_part("aggregated", part).splitlines()
+@given(role_plans())
+def test_every_cell_is_rendered_once_in_a_closed_frame(plan: RolePlan) -> None:
+    lines = render_role("aggregated", plan).splitlines()
     rows = [line for line in lines if "│" in line]
-    drawn = [cell.strip() for line in rows for cell in line.split("│")[1:-1]]
-    assert sorted(drawn) == sorted(part.pools[n].name for n in part.grid.cells if part.grid.axes)
+    rendered = [cell.strip() for line in rows for cell in line.split("│")[1:-1]]
+    assert sorted(rendered) == sorted(plan.pools[n].name for n in plan.grid.cells if plan.grid.axes)
     assert max(map(len, lines)) <= WIDTH
     for above, line, below in zip(lines, lines[1:], lines[2:], strict=False):
         if "│" in line:
