@@ -27,7 +27,7 @@ from baton.router.plan import PoolRole
 from baton.router.routing_table import RoutingTable
 from baton.router.topology_file import read_topology
 from baton.runtimes.dynamo.runtime import DynamoRuntime
-from baton.status.sd_notify import beat, notify
+from baton.status.sd_notify import notify, send_heartbeats
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class GlobalRouter:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until `stop` is set, then drain. Raises ConfigError or EngineDead."""
-        beating = asyncio.create_task(beat(stop.set), name="heartbeat")
+        beating = asyncio.create_task(send_heartbeats(stop.set), name="heartbeat")
         try:
             if await _unless(stop, self._start()):
                 on_ready()
