@@ -1,10 +1,13 @@
 """Models of the Hugging Face hub, fetched with its own client: its cache, token and HF_HUB_OFFLINE apply."""
 
+import logging
 import re
 import sys
 from pathlib import Path
 
 from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -38,6 +41,7 @@ def fetch_from_hub(model: str, weights: bool = True) -> Path:
     except errors.RepositoryNotFoundError:
         problem = "it does not exist or is private; check the spelling, and set HF_TOKEN"
     except Exception as error:  # the client also raises errors of its HTTP library
+        log.info("cannot fetch %s from the hub: %r", model, error)
         offline = isinstance(error, errors.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE
         reason = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({type(error).__name__})"
         raise ConfigError(

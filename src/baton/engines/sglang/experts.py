@@ -4,7 +4,7 @@ from pathlib import Path
 
 from baton.config.engines import DEFAULT_REBALANCE_INTERVAL, TRIVIAL_LAYOUT, ExpertOptions
 from baton.errors import ConfigError
-from baton.experts.formats import COUNTS_KEY, LAYOUT_KEY, counts_in, layout_in, read_content
+from baton.experts.files import COUNTS_KEY, LAYOUT_KEY, counts_in, layout_in, read_content
 
 _COUNTING = ("stat", "stat_approx")
 
