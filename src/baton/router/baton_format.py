@@ -161,13 +161,13 @@ def _read_axes(items: list[object], at: str, problems: Problems) -> tuple[AxisSp
     """Return the axes. They are a list because the levels of the mapping follow their order."""
     axes: list[AxisSpec] = []
     for number, item in enumerate(items):
-        place = f"{at}[{number}]"
-        axis = convert(item, _Axis, place, problems)
+        path = f"{at}[{number}]"
+        axis = convert(item, _Axis, path, problems)
         if axis is None:
             continue
         if any(axis.name == other.title for other in axes):
-            problems.add(f"{place}.name", f"duplicate axis {axis.name}")
-        axes.append(AxisSpec(Axis(axis.name, axis.min, axis.max, axis.buckets), place, axis.name))
+            problems.add(f"{path}.name", f"duplicate axis {axis.name}")
+        axes.append(AxisSpec(Axis(axis.name, axis.min, axis.max, axis.buckets), path, axis.name))
     return tuple(axes)
 
 

@@ -85,11 +85,11 @@ def _read_role(tree: Tree, strategy: Tree, prefix: str, role: PoolRole, problems
 
 
 def _require(tree: Tree, key: str, kind: type[T], at: str, problems: Problems) -> T | None:
-    place = f"{at}.{key}" if at else key
+    path = f"{at}.{key}" if at else key
     if tree.get(key) is None:
-        problems.add(place, "missing")
+        problems.add(path, "missing")
         return None
-    return convert(tree[key], kind, place, problems)
+    return convert(tree[key], kind, path, problems)
 
 
 def _with_current_names(strategy: Tree) -> Tree:

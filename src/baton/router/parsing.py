@@ -75,10 +75,10 @@ def convert(value: object, kind: type[T], at: str, problems: Problems) -> T | No
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        problem, _, place = str(error).partition(" - at `")
-        if place.startswith("key`"):
-            problem, place = "keys must be strings", place.removeprefix("key` in `")
-        inside = place.strip("`").removeprefix("$")
+        problem, _, path = str(error).partition(" - at `")
+        if path.startswith("key`"):
+            problem, path = "keys must be strings", path.removeprefix("key` in `")
+        inside = path.strip("`").removeprefix("$")
         problems.add(*_translate(problem, at + inside if at else inside.removeprefix("."), kind))
         return None
 

@@ -31,11 +31,13 @@ def render_role(role: PoolRole, plan: RolePlan, marked: Cell | None = None) -> s
     """
     lines = [_headline(role, plan)]
     outer = plan.grid.axes[:-2]
-    for place in product(*(range(axis.buckets) for axis in outer)):
+    for outer_cell in product(*(range(axis.buckets) for axis in outer)):
         lines.append("")
         if outer:
-            lines += ["  " + ", ".join(f"{axis.name} {_range(axis, n)}" for axis, n in zip(outer, place, strict=True))]
-        lines += _render_table(plan, place, marked)
+            lines += [
+                "  " + ", ".join(f"{axis.name} {_range(axis, n)}" for axis, n in zip(outer, outer_cell, strict=True))
+            ]
+        lines += _render_table(plan, outer_cell, marked)
     return "\n".join([*lines, *([""] if plan.grid.axes else []), *_render_pools(plan), *_render_overrides(plan)])
 
 
@@ -72,16 +74,16 @@ def _headline(role: PoolRole, plan: RolePlan) -> str:
     return f"{role}: {pools}, by {', '.join(rest)}{' and ' if rest else ''}{last}"
 
 
-def _render_table(plan: RolePlan, place: Cell, marked: Cell | None) -> Iterator[str]:
-    """Yield the table at `place` of the outer axes, split into tables that fit the width."""
-    inner = plan.grid.axes[len(place) :]
+def _render_table(plan: RolePlan, outer_cell: Cell, marked: Cell | None) -> Iterator[str]:
+    """Yield the table at `outer_cell` of the outer axes, split into tables that fit the width."""
+    inner = plan.grid.axes[len(outer_cell) :]
     if not inner:
         return
     *rows, column = inner
     yield "  " + "".join(f"{row.name} ↓  " for row in rows) + f"{column.name} →"
     labels = _edges(rows[0]) if rows else ["", ""]
     edges = _edges(column)
-    texts = _cell_texts(plan, place, marked)
+    texts = _cell_texts(plan, outer_cell, marked)
     margin = max(map(len, labels)) + 3
     width = max(*(len(pool.name) + 6 for pool in plan.pools), *(len(edge) + 2 for edge in edges))
     overhang = max(map(len, edges)) // 2 + 1
@@ -93,10 +95,10 @@ def _render_table(plan: RolePlan, place: Cell, marked: Cell | None) -> Iterator[
         yield from _box(labels, [line[start : start + step] for line in texts], margin, width)
 
 
-def _cell_texts(plan: RolePlan, place: Cell, marked: Cell | None) -> list[list[str]]:
+def _cell_texts(plan: RolePlan, outer_cell: Cell, marked: Cell | None) -> list[list[str]]:
     """Return the text of each cell, in rows; a grid of one axis has one row."""
-    *rows, column = plan.grid.axes[len(place) :]
-    starts = [(*place, n) for n in range(rows[0].buckets)] if rows else [place]
+    *rows, column = plan.grid.axes[len(outer_cell) :]
+    starts = [(*outer_cell, n) for n in range(rows[0].buckets)] if rows else [outer_cell]
     cells = [[(*start, n) for n in range(column.buckets)] for start in starts]
     return [[_cell_text(plan, cell, cell == marked) for cell in line] for line in cells]
 

@@ -55,28 +55,28 @@ class RoleRouter:
         pools = self.role_plan.pools
         self._orders = [[states[n] for n in retry_order(pools, selected, plan.retry)] for selected in range(len(pools))]
         self._time_axes = [
-            (place, axis) for place, axis in enumerate(self.role_plan.grid.axes) if axis.name in MEASURED[role]
+            (index, axis) for index, axis in enumerate(self.role_plan.grid.axes) if axis.name in MEASURED[role]
         ]
 
     def route(self, request: RequestView) -> Route:
         """Select the pools for a request. Without a target of its own, the upper bound of its bucket is the target."""
         choice = select_pool(self.role_plan, request.point, request.priority)
         targets: dict[str, float] = {}
-        for place, axis in self._time_axes:
+        for index, axis in self._time_axes:
             target: float | None = getattr(request.point, axis.name)
-            targets[axis.name] = target if target is not None else axis.bounds(choice.cell[place])[1]
+            targets[axis.name] = target if target is not None else axis.bounds(choice.cell[index])[1]
         return Route(choice, targets, self._orders[choice.pool], self.plan.adaptive)
 
     def tightest_targets(self) -> Iterator[tuple[PoolState, str, float]]:
         """Iterate over pools and time axes, with the upper bound of the lowest bucket that selects the pool."""
         grid = self.role_plan.grid
         tightest: dict[tuple[int, str], float] = {}
-        for place, pool in enumerate(grid.cells):
-            for axis_place, axis in self._time_axes:
+        for index, pool in enumerate(grid.cells):
+            for axis_index, axis in self._time_axes:
                 stride = 1
-                for later in grid.axes[axis_place + 1 :]:
+                for later in grid.axes[axis_index + 1 :]:
                     stride *= later.buckets
-                limit = axis.bounds(place // stride % axis.buckets)[1]
+                limit = axis.bounds(index // stride % axis.buckets)[1]
                 key = (pool, axis.name)
                 tightest[key] = min(limit, tightest.get(key, limit))
         for (pool, name), limit in tightest.items():

@@ -75,7 +75,7 @@ def rank_candidates(candidates: Iterable[Candidate], adaptive: bool) -> tuple[li
         else:
             skipped.append((candidate.pool, candidate.skip))
     if adaptive:
-        first = next((place for place, candidate in enumerate(usable) if candidate.meets), 0)
+        first = next((index for index, candidate in enumerate(usable) if candidate.meets), 0)
         skipped += [(candidate.pool, "slow") for candidate in usable[:first]]
         usable.sort(key=lambda candidate: not candidate.meets)
     return [candidate.pool for candidate in usable], skipped

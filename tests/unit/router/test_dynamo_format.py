@@ -79,9 +79,9 @@ def older(content: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def changed(content: dict[str, Any], place: str, value: object) -> dict[str, Any]:
+def changed(content: dict[str, Any], at: str, value: object) -> dict[str, Any]:
     tree = deepcopy(content)
-    *keys, last = [int(key) if key.isdigit() else key for key in place.split(".")]
+    *keys, last = [int(key) if key.isdigit() else key for key in at.split(".")]
     inner: Any = tree
     for key in keys:
         inner = inner[key]
@@ -232,7 +232,7 @@ STRATEGY = "prefill_pool_selection_strategy"
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("at", "value", "message"),
     [
         ("mode", "both", "mode: 'both' is not one of disagg, agg"),
         ("mode", "agg", "agg_pool_selection_strategy: missing"),
@@ -321,8 +321,8 @@ STRATEGY = "prefill_pool_selection_strategy"
         ),
     ],
 )
-def test_invalid_value_is_reported_with_its_path(tmp_path: Path, place: str, value: object, message: str) -> None:
-    assert read_error(tmp_path, changed(TWO_BY_TWO, place, value)) == message
+def test_invalid_value_is_reported_with_its_path(tmp_path: Path, at: str, value: object, message: str) -> None:
+    assert read_error(tmp_path, changed(TWO_BY_TWO, at, value)) == message
 
 
 def test_empty_strategy_is_refused(tmp_path: Path) -> None:

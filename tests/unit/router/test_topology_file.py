@@ -71,10 +71,10 @@ def read_error(tmp_path: Path, content: object, name: str = "pools.yaml") -> str
     return caught.value.message.removeprefix(f"{tmp_path / name}: ")
 
 
-def changed(place: str, value: object) -> dict[str, Any]:
-    """Return the small file with another value at `place`, a dotted path of keys and indices."""
+def changed(at: str, value: object) -> dict[str, Any]:
+    """Return the small file with another value at `at`, a dotted path of keys and indices."""
     tree = deepcopy(SMALL)
-    *keys, last = [int(key) if key.isdigit() else key for key in place.split(".")]
+    *keys, last = [int(key) if key.isdigit() else key for key in at.split(".")]
     inner: Any = tree
     for key in keys:
         inner = inner[key]
@@ -279,9 +279,9 @@ INVALID = [
 ]
 
 
-@pytest.mark.parametrize(("place", "value", "message"), INVALID)
-def test_invalid_value_is_reported_with_its_path(tmp_path: Path, place: str, value: object, message: str) -> None:
-    assert read_error(tmp_path, changed(place, value)) == message
+@pytest.mark.parametrize(("at", "value", "message"), INVALID)
+def test_invalid_value_is_reported_with_its_path(tmp_path: Path, at: str, value: object, message: str) -> None:
+    assert read_error(tmp_path, changed(at, value)) == message
 
 
 @pytest.mark.parametrize("buckets", [0, -1, 10_001])
@@ -361,7 +361,7 @@ aggregated:
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("at", "value"),
     [
         ("prefill.mapping", [["fast"] * 3] * 2),  # an override selects slow
         ("prefill.overrides", []),
@@ -370,9 +370,9 @@ aggregated:
     ],
 )
 def test_reachable_pools_cause_no_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str, value: object
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at: str, value: object
 ) -> None:
-    read(tmp_path, changed(place, value))
+    read(tmp_path, changed(at, value))
     assert caplog.text == ""
 
 
