@@ -13,6 +13,7 @@ from baton.router.grid import Axis, Grid, Point
 from baton.router.plan import Aggregated, Disaggregated, Override, Plan, Pool, Retry, RolePlan
 from baton.router.select import retry_order, select_pool
 from baton.router.topology_file import TopologyFile, read_topology
+from tests.unit.router.trees import MISSING, changed
 
 # The grids of Dynamo's examples.
 TWO_BY_TWO: dict[str, Any] = {
@@ -55,7 +56,6 @@ AGGREGATED: dict[str, Any] = {
         "priority_overrides": [],
     },
 }
-MISSING = object()
 
 
 def read(tmp_path: Path, content: object) -> TopologyFile:
@@ -77,19 +77,6 @@ def older(content: dict[str, Any]) -> dict[str, Any]:
         text = text.replace(f'"{name}_ms"', f'"{name}"')
     result: dict[str, Any] = json.loads(text)
     return result
-
-
-def changed(content: dict[str, Any], at: str, value: object) -> dict[str, Any]:
-    tree = deepcopy(content)
-    *keys, last = [int(key) if key.isdigit() else key for key in at.split(".")]
-    inner: Any = tree
-    for key in keys:
-        inner = inner[key]
-    if value is MISSING:
-        del inner[last]
-    else:
-        inner[last] = value
-    return tree
 
 
 def aggregated(**strategy: object) -> dict[str, Any]:

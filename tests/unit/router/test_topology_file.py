@@ -2,7 +2,6 @@
 
 import json
 import logging
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from baton.errors import ConfigError
 from baton.router.grid import Axis, Grid
 from baton.router.plan import Aggregated, Disaggregated, Override, Plan, Pool, Retry, RolePlan
 from baton.router.topology_file import TopologyFile, WorkerGroup, read_topology
+from tests.unit.router.trees import MISSING, changed
 
 FULL = """
 mode: disaggregated
@@ -54,7 +54,6 @@ SMALL: dict[str, Any] = {
     },
     "decode": {"pools": [{"name": "one", "workers": {"count": 1}}]},
 }
-MISSING = object()
 
 
 def read(tmp_path: Path, content: object, name: str = "pools.yaml") -> TopologyFile:
@@ -69,20 +68,6 @@ def read_error(tmp_path: Path, content: object, name: str = "pools.yaml") -> str
         read(tmp_path, content, name)
     assert "\n" not in caught.value.message
     return caught.value.message.removeprefix(f"{tmp_path / name}: ")
-
-
-def changed(at: str, value: object) -> dict[str, Any]:
-    """Return the small file with another value at `at`, a dotted path of keys and indices."""
-    tree = deepcopy(SMALL)
-    *keys, last = [int(key) if key.isdigit() else key for key in at.split(".")]
-    inner: Any = tree
-    for key in keys:
-        inner = inner[key]
-    if value is MISSING:
-        del inner[last]
-    else:
-        inner[last] = value
-    return tree
 
 
 def test_every_key_is_read(tmp_path: Path) -> None:
@@ -281,28 +266,29 @@ INVALID = [
 
 @pytest.mark.parametrize(("at", "value", "message"), INVALID)
 def test_invalid_value_is_reported_with_its_path(tmp_path: Path, at: str, value: object, message: str) -> None:
-    assert read_error(tmp_path, changed(at, value)) == message
+    assert read_error(tmp_path, changed(SMALL, at, value)) == message
 
 
 @pytest.mark.parametrize("buckets", [0, -1, 10_001])
 def test_number_of_buckets_is_bounded(tmp_path: Path, buckets: int) -> None:
     expected = f"prefill.axes[0]: buckets is {buckets}; it must be from 1 to 10000"
-    assert read_error(tmp_path, changed("prefill.axes.0.buckets", buckets)).startswith(expected)
+    assert read_error(tmp_path, changed(SMALL, "prefill.axes.0.buckets", buckets)).startswith(expected)
 
 
 def test_axes_require_a_mapping_even_for_one_pool(tmp_path: Path) -> None:
     axes = [{"name": "length", "min": 0, "max": 1, "buckets": 1}]
-    assert read_error(tmp_path, changed("decode.axes", axes)) == "decode.mapping: missing"
+    assert read_error(tmp_path, changed(SMALL, "decode.axes", axes)) == "decode.mapping: missing"
 
 
 def test_nested_mapping_without_axes_is_refused(tmp_path: Path) -> None:
     assert (
-        read_error(tmp_path, changed("prefill.axes", [])) == "prefill.mapping: is a list, but there is no axis for it"
+        read_error(tmp_path, changed(SMALL, "prefill.axes", []))
+        == "prefill.mapping: is a list, but there is no axis for it"
     )
 
 
 def test_several_problems_are_reported_together_up_to_a_limit(tmp_path: Path) -> None:
-    tree = changed("prefill.axes.0.min", 10)
+    tree = changed(SMALL, "prefill.axes.0.min", 10)
     tree["prefill"]["mapping"][1] = ["a", "b", "c"]
     tree["prefill"]["overrides"][0]["min"] = 3
     assert read_error(tmp_path, tree) == (
@@ -315,7 +301,7 @@ def test_several_problems_are_reported_together_up_to_a_limit(tmp_path: Path) ->
 
 
 def test_problems_of_both_roles_are_reported_together(tmp_path: Path) -> None:
-    tree = changed("prefill.pools.0.name", 1)
+    tree = changed(SMALL, "prefill.pools.0.name", 1)
     tree["decode"]["pools"][0]["name"] = 2
     message = read_error(tmp_path, tree)
     assert "prefill.pools[0].name: " in message
@@ -372,12 +358,12 @@ aggregated:
 def test_reachable_pools_cause_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, at: str, value: object
 ) -> None:
-    read(tmp_path, changed(at, value))
+    read(tmp_path, changed(SMALL, at, value))
     assert caplog.text == ""
 
 
 def test_unreachable_pool_causes_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tree = changed("prefill.mapping", [["fast"] * 3] * 2)
+    tree = changed(SMALL, "prefill.mapping", [["fast"] * 3] * 2)
     tree["prefill"]["overrides"] = [{"min": 0, "max": 9, "pool": "fast"}, {"min": 1, "max": 2, "pool": "slow"}]
     read(tmp_path, tree)
     path = tmp_path / "pools.yaml"
@@ -388,7 +374,7 @@ def test_unreachable_pool_causes_a_warning(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_pool_reachable_only_by_retry_causes_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tree = changed("prefill.mapping", [["fast"] * 3] * 2)
+    tree = changed(SMALL, "prefill.mapping", [["fast"] * 3] * 2)
     tree["prefill"]["overrides"] = []
     read(tmp_path, tree)
     assert "no request can reach slow" in caplog.text
