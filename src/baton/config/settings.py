@@ -54,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ""
     role: Annotated[
         Literal["auto", "aggregated", "prefill", "decode", "embed", "encode"],
-        _about("Stage that the worker serves. auto: aggregated, or embed for an embedding model.", _WORK),
+        _about("Role of the worker. auto: aggregated, or embed for an embedding model.", _WORK),
     ] = "auto"
     model_input: Annotated[
         Literal["tokens", "text"],
