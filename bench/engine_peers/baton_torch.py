@@ -11,7 +11,7 @@ import uvloop
 
 from baton.config.engines import TorchOptions
 from baton.engines.torch.engine import TorchEngine
-from baton.ports.engine import Engine, Stream, Work
+from baton.ports.engine import GenerateEngine, Stream, Work
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import TokenDelta
 from baton.protocol.requests import Sampling, StopConditions
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 class EngineDriver:
     """Any engine behind the port, started. Its loop runs only while a method does, as a bench is its one user."""
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
+    def __init__(self, make: Callable[[], GenerateEngine]) -> None:
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._names = itertools.count()
         self._engine = self._loop.run(self._start(make))
@@ -34,7 +34,7 @@ class EngineDriver:
         self._loop.run(self._engine.stop())
         self._loop.close()
 
-    async def _start(self, make: Callable[[], Engine]) -> Engine:
+    async def _start(self, make: Callable[[], GenerateEngine]) -> GenerateEngine:
         engine = make()
         await engine.start()
         # A worker publishes what the engine reads off itself; here it is only taken away.
@@ -55,7 +55,7 @@ class EngineDriver:
         )
 
 
-async def drain(engine: Engine) -> None:
+async def drain(engine: GenerateEngine) -> None:
     async for _ in engine.readings():
         pass
 

@@ -18,7 +18,7 @@ from baton.engines.trtllm.adapter import TrtllmEngine
 from baton.engines.trtllm.encoder import TrtllmEncoder
 from baton.errors import Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.media.images import probe_image
-from baton.ports.engine import EncodeWork, Engine, Work
+from baton.ports.engine import EmbedEngine, EncodeEngine, EncodeWork, GenerateEngine, Work
 from baton.protocol.handoff import Consume, PrefillResult, Produce
 from baton.protocol.ids import new_request_id
 from baton.protocol.media import MediaFile, MediaHandles
@@ -40,18 +40,18 @@ PROMPT = (10, 20, 30)
 
 
 class TestEchoEncodes(EncodeContract):
-    def make_engine(self) -> Engine:
+    def make_engine(self) -> EncodeEngine:
         return EchoEngine(EchoOptions(media=True))
 
 
 class TestTrtllmEncodes13(EncodeContract):
     version = "1.3.0rc22"
 
-    def make_engine(self) -> Engine:
+    def make_engine(self) -> EncodeEngine:
         self.world = World()
         return encoder(self.version, self.world)
 
-    def held(self, engine: Engine) -> int | None:
+    def held(self, engine: EncodeEngine) -> int | None:
         return self.world.media_held
 
 
@@ -87,7 +87,7 @@ def work(params: dict[str, object] | None, tokens: int = 12, handoff: Any = None
     )
 
 
-async def tokens_of(made: Engine, asked: Work) -> list[int]:
+async def tokens_of(made: GenerateEngine, asked: Work) -> list[int]:
     return (await read_to_the_end(made.submit(asked))).tokens[0]
 
 
@@ -222,14 +222,10 @@ def test_an_encoder_takes_no_arguments_that_contradict_it() -> None:
         run_bounded(encoder("1.3.0rc22", World(gpus=0)).start())
 
 
-def test_an_encoder_generates_nothing() -> None:
-    async def body() -> None:
-        made = encoder("1.3.0rc22", World())
-        async with running(made):
-            with pytest.raises(Unsupported):
-                made.submit(work(None))
-
-    run_bounded(body())
+def test_an_encoder_has_the_ability_to_encode_and_no_other() -> None:
+    made = encoder("1.3.0rc22", World())
+    assert isinstance(made, EncodeEngine)
+    assert not isinstance(made, GenerateEngine | EmbedEngine)
 
 
 # Whoever computes the prompt

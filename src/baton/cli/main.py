@@ -12,7 +12,7 @@ from baton.cli.ctl import ctl
 from baton.cli.experts import experts
 from baton.cli.router import router
 from baton.config.directories import log_directory
-from baton.config.load import WORDS, Option, load, options
+from baton.config.load import ENGINE_ARGS, Option, load, options
 from baton.config.settings import Settings
 from baton.errors import BatonError, ConfigError
 from baton.process.logs import start_logging
@@ -113,7 +113,7 @@ def _add(name: str, summary: str, command: Command, starts_engines: bool = True)
 
 def _command(name: str, kind: str, summary: str, command: Command, starts_engines: bool) -> click.Command:
     """Return a command with the options of processes of `kind`."""
-    table = [option for option in options() if kind in option.commands and option.kind != WORDS]
+    table = [option for option in options() if kind in option.commands and option.kind != ENGINE_ARGS]
     keys = {option.key.replace(".", "_"): option.key for option in table}
 
     @click.pass_obj

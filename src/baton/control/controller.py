@@ -95,7 +95,7 @@ class Controller:
         )
 
     async def execute(self, command: Command) -> Outcome:
-        """See `Control.obey`. An engine that does not return in time is stuck, and ends the worker: EngineStalled."""
+        """See `Control.execute`. EngineStalled, which ends the worker, if the engine does not return in time."""
         refuse_unsupported(command, self._engine.capabilities)
         async with self._lock:
             self._refuse_when_closed()

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from baton.handlers.build_work import build_work
 from baton.handlers.media import MediaInput
 from baton.handlers.relay import relay
-from baton.ports.engine import Engine, EngineInfo
+from baton.ports.engine import EngineInfo, GenerateEngine
 from baton.ports.runtime import Context
 from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
@@ -17,7 +17,7 @@ class AggregatedHandler:
     """Generates tokens from tokens on one engine."""
 
     def __init__(
-        self, engine: Engine, info: EngineInfo, tracker: RequestTracker, media_input: MediaInput | None = None
+        self, engine: GenerateEngine, info: EngineInfo, tracker: RequestTracker, media_input: MediaInput | None = None
     ) -> None:
         self._engine = engine
         self._info = info

@@ -10,7 +10,7 @@ from baton.handlers.build_work import build_work
 from baton.handlers.media import LoadedMedia, MediaInput
 from baton.handlers.relay import relay
 from baton.handlers.tickets import for_engine, ticket_of
-from baton.ports.engine import Engine, EngineInfo
+from baton.ports.engine import EngineInfo, GenerateEngine, KvImportEngine
 from baton.ports.runtime import Context
 from baton.ports.transfer import Claim, Consumer
 from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Ticket
@@ -24,7 +24,7 @@ class DecodeHandler:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: GenerateEngine,
         info: EngineInfo,
         tracker: RequestTracker,
         consumer: Consumer,
@@ -50,8 +50,10 @@ class DecodeHandler:
                 self._refuse_impossible(request)
                 handoff: Consume | None = None
                 if ticket is not None:
-                    kv = (_Borrowing if self._info.kv is not None else _Claim)(
-                        self._consumer, ticket, self._engine, tracked
+                    kv = (
+                        _Borrowing(self._consumer, ticket, self._engine, tracked)
+                        if isinstance(self._engine, KvImportEngine) and self._info.kv is not None
+                        else _Claim(self._consumer, ticket, tracked)
                     )
                     handoff = Consume(source=await kv.source(request))
                 can = self._engine.capabilities
@@ -86,7 +88,7 @@ class DecodeHandler:
 class _Borrowing:
     """A Handover from a prefill worker."""
 
-    def __init__(self, consumer: Consumer, ticket: Ticket, engine: Engine, tracked: TrackedRequest) -> None:
+    def __init__(self, consumer: Consumer, ticket: Ticket, engine: KvImportEngine, tracked: TrackedRequest) -> None:
         self.claim: Claim | None = None
         self._consumer = consumer
         self._ticket = ticket
@@ -136,7 +138,7 @@ class _Borrowing:
 class _Claim:
     """A Handover to an engine that fetches KV by itself: what is said about it goes through the room all the same."""
 
-    def __init__(self, consumer: Consumer, ticket: Ticket, engine: Engine, tracked: TrackedRequest) -> None:
+    def __init__(self, consumer: Consumer, ticket: Ticket, tracked: TrackedRequest) -> None:
         self.claim: Claim | None = None
         self._consumer = consumer
         self._ticket = ticket

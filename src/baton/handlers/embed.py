@@ -9,7 +9,7 @@ from array import array
 from collections.abc import AsyncGenerator, Sequence
 
 from baton.errors import ContextTooLong, EngineFailed, InvalidRequest
-from baton.ports.engine import EmbedWork, Engine, EngineInfo
+from baton.ports.engine import EmbedEngine, EmbedWork, EngineInfo
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import TextEncoder
 from baton.protocol.embeddings import Embeddings, EmbedRequest, Texts, TokenLists
@@ -22,7 +22,7 @@ TEXTS_AT_ONCE = 64
 class EmbedHandler:
     """Embeds on one engine."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, tracker: RequestTracker, encoder: TextEncoder) -> None:
+    def __init__(self, engine: EmbedEngine, info: EngineInfo, tracker: RequestTracker, encoder: TextEncoder) -> None:
         self._engine = engine
         self._info = info
         self._tracker = tracker

@@ -19,7 +19,7 @@ from baton.handlers.lease_reaper import LeaseReaper
 from baton.handlers.media import LoadedMedia, named_media
 from baton.handlers.relay import abort
 from baton.handlers.tickets import new_ticket, params_of
-from baton.ports.engine import EncodeWork, Engine
+from baton.ports.engine import EncodeEngine, EncodeWork
 from baton.ports.media import MediaLoader
 from baton.ports.runtime import Context
 from baton.ports.transfer import Lease, Producer
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class EncodeHandler:
     """Encodes on one engine, for others."""
 
-    def __init__(self, engine: Engine, tracker: RequestTracker, loader: MediaLoader, producer: Producer) -> None:
+    def __init__(self, engine: EncodeEngine, tracker: RequestTracker, loader: MediaLoader, producer: Producer) -> None:
         self._engine = engine
         self._tracker = tracker
         self._loader = loader

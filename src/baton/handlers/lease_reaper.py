@@ -6,7 +6,7 @@ import logging
 from baton.errors import BatonError
 from baton.handlers.media import LoadedMedia
 from baton.handlers.relay import abort
-from baton.ports.engine import Engine
+from baton.ports.engine import AbortableEngine
 from baton.ports.transfer import Lease
 from baton.protocol.ids import RequestId
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 class LeaseReaper:
     """Sees to it that work of one engine is aborted, and with it what the engine holds, when its lease ends."""
 
-    def __init__(self, engine: Engine, abort_timeout_s: float) -> None:
+    def __init__(self, engine: AbortableEngine, abort_timeout_s: float) -> None:
         self._engine = engine
         self._abort_s = abort_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()

@@ -16,7 +16,7 @@ from baton.handlers.lease_reaper import LeaseReaper
 from baton.handlers.media import LoadedMedia, MediaInput
 from baton.handlers.relay import abort, relay
 from baton.handlers.tickets import new_ticket, params_of, ticket_from
-from baton.ports.engine import Engine, EngineInfo, Work
+from baton.ports.engine import EngineInfo, GenerateEngine, Work
 from baton.ports.runtime import Context
 from baton.ports.transfer import Lease, Producer
 from baton.protocol.handoff import Bootstrap, Produce, Ticket
@@ -30,7 +30,7 @@ class PrefillHandler:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: GenerateEngine,
         info: EngineInfo,
         tracker: RequestTracker,
         producer: Producer,

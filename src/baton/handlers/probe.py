@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 from baton.handlers.build_work import build_work
 from baton.handlers.relay import relay
-from baton.ports.engine import Engine, EngineInfo
+from baton.ports.engine import EngineInfo, GenerateEngine
 from baton.ports.runtime import Context
 from baton.protocol.handoff import LocalProbe
 from baton.protocol.outputs import Chunk
@@ -16,7 +16,7 @@ from baton.request.tracker import RequestTracker
 class ProbeHandler:
     """Tries one engine."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, tracker: RequestTracker) -> None:
+    def __init__(self, engine: GenerateEngine, info: EngineInfo, tracker: RequestTracker) -> None:
         self._engine = engine
         self._info = info
         self._tracker = tracker

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from baton.errors import BatonError, EngineFailed
-from baton.ports.engine import Engine, Work
+from baton.ports.engine import AbortableEngine, GenerateEngine, Work
 from baton.protocol.ids import RequestId
 from baton.protocol.lifecycle import State
 from baton.protocol.outputs import Chunk, Finished, HandoffReady, Logprobs, Output, TokenDelta, Usage
@@ -30,7 +30,7 @@ class Handover(Protocol):
 
 
 async def relay(
-    engine: Engine, work: Work, tracked: TrackedRequest, limits: RequestLimits, handover: Handover | None = None
+    engine: GenerateEngine, work: Work, tracked: TrackedRequest, limits: RequestLimits, handover: Handover | None = None
 ) -> AsyncGenerator[Chunk, None]:
     """Submit `work` and yield its chunks; the last one carries the finish reason and the usage.
 
@@ -113,7 +113,7 @@ def _usage(tracked: TrackedRequest) -> Usage:
     return Usage(tracked.prompt_tokens, tracked.completion_tokens, tracked.cached_tokens)
 
 
-async def abort(engine: Engine, request_id: RequestId, abort_timeout_s: float) -> None:
+async def abort(engine: AbortableEngine, request_id: RequestId, abort_timeout_s: float) -> None:
     """Abort at the engine even if our own task is being cancelled; give up waiting after `abort_timeout_s`."""
     task = asyncio.ensure_future(engine.abort(request_id))
     try:

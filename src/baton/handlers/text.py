@@ -10,7 +10,7 @@ from baton.errors import InvalidRequest, Unsupported
 from baton.handlers.build_work import build_work
 from baton.handlers.relay import relay
 from baton.handlers.stop_strings import StopMatcher
-from baton.ports.engine import Engine, EngineInfo
+from baton.ports.engine import EngineInfo, GenerateEngine
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import Tokenizer
 from baton.protocol.outputs import Chunk, FinishReason, Usage
@@ -22,7 +22,7 @@ from baton.request.tracker import RequestTracker, TrackedRequest
 class TextHandler:
     """Generates text from text on one engine."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, tracker: RequestTracker, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: GenerateEngine, info: EngineInfo, tracker: RequestTracker, tokenizer: Tokenizer) -> None:
         self._engine = engine
         self._info = info
         self._tracker = tracker

@@ -1,12 +1,17 @@
-"""The engine: what turns tokens into tokens. It sits below roles and knows nothing of them.
+"""The engine: one running model, below roles. It knows nothing of roles.
 
-A handler owns the request; an adapter owns the engine. `baton.testing.EngineContract` checks every rule here.
+`Engine` is the lifecycle that every adapter has. What an engine can do is a port of its own: `GenerateEngine`,
+`EmbedEngine`, `EncodeEngine`, and `KvImportEngine` for one whose KV cache other workers read and write. An adapter
+implements those that it has and no others. `baton.testing` has a contract suite for each.
+
+Requests that reach an engine have passed admission: prompts are not empty, tokens are in the vocabulary, prompt and
+output fit the context, and every option is covered by `Capabilities`. Engines do not repeat those checks.
 """
 
 import enum
 from array import array
 from collections.abc import AsyncGenerator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -21,7 +26,7 @@ from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 
 
 class HandoffStyle(enum.StrEnum):
-    """When a prefill knows where its KV can be fetched."""
+    """When a prefill knows the address of its KV: before it computes (early), after it (late), or never."""
 
     NONE = "none"
     EARLY = "early"
@@ -29,9 +34,9 @@ class HandoffStyle(enum.StrEnum):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine can do, told once. A handler refuses what is not here; an adapter never ignores an option.
+    """What an engine can do, fixed before it starts. Handlers refuse what is not listed here.
 
-    One that `needs_kv` cannot compute a prompt: it only goes on from KV that comes from elsewhere.
+    An engine that `needs_kv` cannot compute prompts: it only continues from KV of another worker.
     """
 
     generate: bool = True
@@ -58,11 +63,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a started engine serves, and with how much room.
+    """What a started engine serves, and its limits.
 
-    `handoff_host` and `handoff_port` are where engines that move KV by themselves meet; `kv` is the memory of one that
-    does not. An engine that is spread over machines has one leader; the others take no work, and only tell readings.
-    What its nodes have in common, and no other engine has, is its `group`.
+    `vocab_size` is None if the engine cannot tell. `handoff_host` and `handoff_port` are the bootstrap address of an
+    engine that moves KV by itself; `kv` is the KV cache of one that does not. An engine that is spread over machines
+    has one leader; its followers take no work and only publish readings. `group` identifies the nodes of one engine.
     """
 
     model_name: str
@@ -71,6 +76,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     total_blocks: int
     max_running: int
+    vocab_size: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     embedding_size: int | None = None
     handoff_host: str | None = None
@@ -81,7 +87,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as an engine sees it. `max_tokens` is always set; limits have been checked."""
+    """One request as an engine sees it. `max_tokens` is always set. It has passed admission."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]
@@ -100,7 +106,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbedWork(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts to embed, as tokens. Limits have been checked."""
+    """Texts to embed, as tokens. They have passed admission."""
 
     request_id: RequestId
     inputs: tuple[tuple[int, ...], ...]
@@ -123,7 +129,7 @@ class Encoded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False):
-    """Whether the engine moves. `steps` grows with every step; work without growth is a stall."""
+    """Whether the engine makes progress. `steps` grows with every step; work without growth is a stall."""
 
     steps: int
     running: int
@@ -149,8 +155,9 @@ class Stream(Protocol):
         """End the stream with `error`, from the event-loop thread. The first end wins; later ones do nothing."""
 
 
+@runtime_checkable
 class Engine(Protocol):
-    """One running model. Every method is called from one event loop and none may block it."""
+    """The lifecycle of one running model. Every method is called from one event loop and none may block it."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -159,54 +166,13 @@ class Engine(Protocol):
     async def start(self) -> EngineInfo:
         """Load the model and begin to step. Raises ConfigError (the model or the options are wrong) or EngineDead."""
 
-    def submit(self, work: Work) -> Stream:
-        """Take `work` in; on return the engine knows it and `abort(work.request_id)` works.
-
-        Raises InvalidRequest or Unsupported for work that can never run, and EngineDead. A request that only has to
-        wait is accepted and waits inside.
-
-        Work that *produces* KV has one choice and one token, and work that *consumes* KV goes on from it. An engine
-        with `EngineInfo.kv` says what is to be moved. Produced, it yields KvComputed as its prompt is computed, with
-        `complete` before its end; the blocks stay as they are, and its id in use, until `abort`, however its stream
-        ends. Consumed, it yields one KvWanted when it has room, or none if it needs nothing; those blocks are the
-        fetcher's until `received` or `abort`.
-
-        An engine without moves KV by itself. One that hands over early meets the other at `bootstrap`, and its
-        stream ends when the KV has been taken. One that hands over late yields HandoffReady, and keeps the KV until it
-        has been taken or `abort`.
-        """
-
-    def received(self, request_id: RequestId) -> None:
-        """The KV is where KvWanted said; the work goes on. An unknown or aborted id is no error."""
-
-    async def abort(self, request_id: RequestId) -> None:
-        """Stop a request in any phase. Returns when the engine will no longer touch its memory.
-
-        KV that was lent is free again, media that were encoded are no longer held, and KV that is being fetched must
-        have been given up before. Idempotent; an unknown or finished id is no error. The stream ends with Cancelled
-        unless it ended before.
-        """
-
-    async def embed(self, work: EmbedWork) -> "list[array[float]]":
-        """Return one vector of 32-bit floats for each input. Cancelling the call takes the work back.
-
-        Raises InvalidRequest for tokens the model does not have, Unsupported from an engine that does not embed,
-        and EngineDead.
-        """
-
-    async def encode(self, work: EncodeWork) -> Encoded:
-        """Encode the media of a prompt, and hold them until `abort(work.request_id)`; its id is in use until then.
-
-        Cancelling the call takes the work back: nothing is held then. Raises InvalidRequest for media that cannot be
-        read or do not fit the prompt, Unsupported from an engine that does not encode, and EngineDead.
-        """
-
     async def execute(self, command: Command) -> Outcome:
-        """Do what an operator asks, between two steps; calls are done one after the other.
+        """Execute an operator's command between two steps.
 
-        Raises Unsupported for a verb, a tag or a source that `capabilities` do not list, InvalidRequest when it
-        cannot be done as asked, or would change KV that others read or write (then nothing has changed), and
-        EngineDead. Cancelling the call does not undo it.
+        Called with commands that `capabilities` cover, one at a time; executing one twice has the effect of executing
+        it once. Raises InvalidRequest when it cannot be done as asked, or would change KV that other workers read or
+        write (then nothing has changed), Unsupported for a combination that only the engine can know, and EngineDead.
+        Cancelling the call does not undo it.
         """
 
     def readings(self) -> AsyncGenerator[Reading, None]:
@@ -216,10 +182,75 @@ class Engine(Protocol):
         """Return the engine's own metrics as Prometheus text, under its own names. Any thread, and may read files."""
 
     def progress(self) -> Progress:
-        """Tell whether the engine moves. Cheap, and answers even when the engine is stuck."""
+        """Return the step counter. Cheap, and answers even when the engine is stuck."""
 
     async def stop(self) -> None:
         """End every stream with EngineDead and free everything. Idempotent, and valid after a failed start.
 
-        From now on nobody may use what `EngineInfo.kv` names.
+        After it, the memory that `EngineInfo.kv` names must not be accessed.
+        """
+
+
+class AbortableEngine(Engine, Protocol):
+    """An engine that holds requests, or what it has computed for them, until they are aborted."""
+
+    async def abort(self, request_id: RequestId) -> None:
+        """Stop a request in any phase. Returns when the engine will no longer touch its memory.
+
+        KV that was produced is free again, encoded media are no longer held, and a fetch of KV must have been stopped
+        before. Idempotent; an unknown or finished id is no error. The stream ends with Cancelled unless it ended
+        before.
+        """
+
+
+@runtime_checkable
+class GenerateEngine(AbortableEngine, Protocol):
+    """An engine that generates tokens."""
+
+    def submit(self, work: Work) -> Stream:
+        """Take `work` in; on return the engine knows it and `abort(work.request_id)` works.
+
+        Raises InvalidRequest or Unsupported for work that can never run, and EngineDead. A request that only has to
+        wait is accepted and waits inside.
+
+        Work that *produces* KV has one choice and one token; work that *consumes* KV continues from it. An engine with
+        `EngineInfo.kv` reports the blocks. Producing, it yields KvComputed as its prompt is computed, with `complete`
+        before its end; the blocks stay as they are, and the id in use, until `abort`, however the stream ends.
+        Consuming, it yields one KvWanted when it has blocks for the prompt, or none if it needs nothing; those blocks
+        belong to the fetcher until `received` or `abort`.
+
+        An engine without `EngineInfo.kv` moves KV by itself. With an early handoff it connects to its peer at
+        `bootstrap`, and the producing stream ends when the KV has been read. With a late handoff it yields
+        HandoffReady, and keeps the KV until it has been read or `abort`.
+        """
+
+
+@runtime_checkable
+class KvImportEngine(GenerateEngine, Protocol):
+    """An engine whose KV cache is `EngineInfo.kv`: other workers' KV is written into it."""
+
+    def received(self, request_id: RequestId) -> None:
+        """Continue the request: its KV is where KvWanted asked for it. An unknown or aborted id is no error."""
+
+
+@runtime_checkable
+class EmbedEngine(Engine, Protocol):
+    """An engine that turns texts into vectors."""
+
+    async def embed(self, work: EmbedWork) -> "list[array[float]]":
+        """Return one vector of 32-bit floats for each input. Cancelling the call withdraws the work.
+
+        Raises InvalidRequest for input that the model cannot take, and EngineDead.
+        """
+
+
+@runtime_checkable
+class EncodeEngine(AbortableEngine, Protocol):
+    """An engine that encodes media for the workers that compute prompts."""
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        """Encode the media of a prompt, and hold them until `abort(work.request_id)`; its id is in use until then.
+
+        Cancelling the call withdraws the work: nothing is held then. Raises InvalidRequest for media that cannot be
+        read or do not fit the prompt, and EngineDead.
         """

@@ -17,7 +17,16 @@ from baton.handlers.probe import ProbeHandler
 from baton.handlers.text import TextHandler
 from baton.health.canary import Probe
 from baton.models.tokenizer import HubTokenizer, PassageTokenizer
-from baton.ports.engine import Capabilities, Engine, EngineInfo, HandoffStyle
+from baton.ports.engine import (
+    Capabilities,
+    EmbedEngine,
+    EncodeEngine,
+    Engine,
+    EngineInfo,
+    GenerateEngine,
+    HandoffStyle,
+    KvImportEngine,
+)
 from baton.ports.runtime import ModelCard, Service
 from baton.ports.transfer import KvShape
 from baton.protocol.codec import decode_request, encode_chunk
@@ -165,9 +174,12 @@ def _is_early(context: RoleContext) -> bool:
 
 
 async def _embed(context: RoleContext) -> RoleService:
+    engine = context.engine
+    if not isinstance(engine, EmbedEngine):
+        raise _missing(context, "embed")
     encoder = PassageTokenizer(Path(context.info.model_dir))
-    handler = EmbedHandler(context.engine, context.info, context.tracker, encoder)
-    prober = EmbedHandler(context.engine, context.info, context.probe_tracker, encoder)
+    handler = EmbedHandler(engine, context.info, context.tracker, encoder)
+    prober = EmbedHandler(engine, context.info, context.probe_tracker, encoder)
     return RoleService(
         Service(handler.embed, decode_embed, encode_embeddings),
         lambda: _exhaust(prober.embed(ONE_VECTOR, _ProbeContext())),
@@ -175,13 +187,16 @@ async def _embed(context: RoleContext) -> RoleService:
 
 
 async def _encode(context: RoleContext) -> RoleService:
+    engine = context.engine
+    if not isinstance(engine, EncodeEngine):
+        raise _missing(context, "encode")
     from baton.media.images import probe_image
     from baton.transfer.room_server import open_room_server
 
     loader = _loader(context)
     producer = await open_room_server(context.settings.kv, None, context.settings.runtime.bind)
-    handler = EncodeHandler(context.engine, context.tracker, loader, producer)
-    prober = EncodeHandler(context.engine, context.probe_tracker, loader, producer)
+    handler = EncodeHandler(engine, context.tracker, loader, producer)
+    prober = EncodeHandler(engine, context.probe_tracker, loader, producer)
     prompt, picture = _picture_prompt(Path(context.info.model_dir)), probe_image()
     return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
@@ -202,8 +217,18 @@ def _picture_prompt(directory: Path) -> tuple[int, ...]:
     return tuple(tokens) or ONE_TOKEN.token_ids
 
 
+def _generating(context: RoleContext) -> GenerateEngine:
+    if not isinstance(context.engine, GenerateEngine):
+        raise _missing(context, "generate")
+    return context.engine
+
+
+def _missing(context: RoleContext, ability: str) -> ConfigError:
+    return ConfigError(f"the engine {context.settings.engine} does not {ability}")
+
+
 async def _aggregated(context: RoleContext) -> RoleService:
-    prober = AggregatedHandler(context.engine, context.info, context.probe_tracker)
+    prober = AggregatedHandler(_generating(context), context.info, context.probe_tracker)
     consumer = _media_consumer(context)
     media_input = MediaInput(_media_loader(context), consumer)
     return RoleService(
@@ -234,10 +259,12 @@ def _media_consumer(context: RoleContext) -> "RoomClient | None":
 
 def _generate(context: RoleContext, media_input: MediaInput) -> Service[Any, Any]:
     if context.settings.model_input == "text":
-        text = TextHandler(context.engine, context.info, context.tracker, HubTokenizer(Path(context.info.model_dir)))
+        text = TextHandler(
+            _generating(context), context.info, context.tracker, HubTokenizer(Path(context.info.model_dir))
+        )
         return Service(text.generate, decode_text, encode_text)
     return Service(
-        AggregatedHandler(context.engine, context.info, context.tracker, media_input).generate,
+        AggregatedHandler(_generating(context), context.info, context.tracker, media_input).generate,
         decode_request,
         encode_chunk,
     )
@@ -252,7 +279,7 @@ async def _prefill(context: RoleContext) -> RoleService:
     producer = await open_room_server(context.settings.kv, context.info.kv, context.settings.runtime.bind, meeting)
     consumer = _media_consumer(context)
     media_input = MediaInput(_media_loader(context), consumer)
-    handler = PrefillHandler(context.engine, context.info, context.tracker, producer, media_input)
+    handler = PrefillHandler(_generating(context), context.info, context.tracker, producer, media_input)
     return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
         _local_probe(context),
@@ -268,7 +295,10 @@ async def _decode(context: RoleContext) -> RoleService:
 
     consumer = open_room_client(context.settings.kv, context.info.kv)
     media_input = MediaInput(_media_loader(context), consumer if context.info.kv is None else None)
-    handler = DecodeHandler(context.engine, context.info, context.tracker, consumer, media_input)
+    engine = _generating(context)
+    if context.info.kv is not None and not isinstance(engine, KvImportEngine):
+        raise _missing(context, "import KV")
+    handler = DecodeHandler(engine, context.info, context.tracker, consumer, media_input)
     return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
         _local_probe(context),
@@ -279,7 +309,7 @@ async def _decode(context: RoleContext) -> RoleService:
 
 
 def _local_probe(context: RoleContext) -> Probe:
-    prober = ProbeHandler(context.engine, context.info, context.probe_tracker)
+    prober = ProbeHandler(_generating(context), context.info, context.probe_tracker)
     return lambda: _exhaust(prober.generate(ONE_TOKEN, _ProbeContext()))
 
 

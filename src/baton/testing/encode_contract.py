@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import EngineDead, InvalidRequest
 from baton.media.images import probe_image
-from baton.ports.engine import Encoded, EncodeWork, Engine
+from baton.ports.engine import Encoded, EncodeEngine, EncodeWork
 from baton.protocol.ids import new_request_id
 from baton.protocol.media import MediaFile
 from baton.testing.bounded import eventually, run_bounded
@@ -21,11 +21,11 @@ class EncodeContract:
 
     limit_s = 30.0
 
-    def make_engine(self) -> Engine:
+    def make_engine(self) -> EncodeEngine:
         """Return an engine that has not been started and encodes images."""
         raise NotImplementedError("a contract test overrides make_engine")
 
-    def held(self, engine: Engine) -> int | None:
+    def held(self, engine: EncodeEngine) -> int | None:
         """Return how many images the engine holds encoded, or None if that cannot be told."""
         return None
 
@@ -142,5 +142,5 @@ class EncodeContract:
     def _run(self, body: Coroutine[Any, Any, None]) -> None:
         run_bounded(body, self.limit_s)
 
-    async def _nothing_held(self, engine: Engine) -> None:
+    async def _nothing_held(self, engine: EncodeEngine) -> None:
         await eventually(lambda: self.held(engine) in (None, 0), self.limit_s)

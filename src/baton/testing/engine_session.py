@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from baton.ports.engine import Capabilities, Engine, EngineInfo, Stream
+from baton.ports.engine import Capabilities, EngineInfo, GenerateEngine, KvImportEngine, Stream
 from baton.protocol.commands import ClearCache, Command, FromDisk, Pause, ReleaseMemory, StopProfile, UpdateWeights
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.outputs import Finished, Output, TokenDelta
@@ -38,11 +38,17 @@ class Answer:
 class Session:
     """A started engine, with all that it tells about itself."""
 
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+    def __init__(self, engine: GenerateEngine, info: EngineInfo) -> None:
         self.engine = engine
         self.info = info
         self.readings: list[Reading] = []
         self.blocks_at_start: int | None = None
+
+    @property
+    def kv_import(self) -> KvImportEngine:
+        """The engine, which can continue from KV that was written into its cache."""
+        assert isinstance(self.engine, KvImportEngine)
+        return self.engine
 
     async def listen(self) -> None:
         """Keep every reading, until the engine stops."""

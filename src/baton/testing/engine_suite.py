@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.errors import Cancelled
-from baton.ports.engine import Engine, EngineInfo, Stream, Work
+from baton.ports.engine import EngineInfo, GenerateEngine, Stream, Work
 from baton.protocol.ids import new_request_id
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 from baton.testing.bounded import eventually, run_bounded
@@ -33,11 +33,11 @@ class EngineSuite:
     lag_limit_s = 2.0
     """The longest that the engine may keep the event loop from turning. Generous: it tells blocked from slow."""
 
-    def make_engine(self) -> Engine:
+    def make_engine(self) -> GenerateEngine:
         """Return an engine that has not been started. Let it run few requests at once, so that others wait."""
         raise NotImplementedError("an engine's contract test overrides make_engine")
 
-    def make_broken_engine(self) -> Engine | None:
+    def make_broken_engine(self) -> GenerateEngine | None:
         """Return an engine whose `start` raises ConfigError or EngineDead, or None to leave that rule out."""
         return None
 
@@ -78,7 +78,7 @@ class EngineSuite:
         run_bounded(body, self.limit_s)
 
     @asynccontextmanager
-    async def _session(self, engine: Engine | None = None) -> AsyncIterator[Session]:
+    async def _session(self, engine: GenerateEngine | None = None) -> AsyncIterator[Session]:
         engine = engine or self.make_engine()
         async with running(engine) as info:
             session = Session(engine, info)

@@ -1,13 +1,12 @@
 """Small fakes for tests of what sits around an engine: one that plays a script, and an observer that remembers."""
 
 import asyncio
-from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from baton.engine_kit.output_stream import OutputStream
 from baton.errors import BatonError, Cancelled, EngineDead, Unsupported
-from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, Engine, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, Engine, EngineInfo, Progress, Work
 from baton.ports.observer import RequestRecord
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import Reading
@@ -84,7 +83,7 @@ class ScriptedEngine:
         return self._info
 
     def submit(self, work: Work) -> OutputStream:
-        """See `Engine.submit`."""
+        """See `GenerateEngine.submit`."""
         if self._stopped.is_set():
             raise EngineDead("the engine has stopped")
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
@@ -96,13 +95,13 @@ class ScriptedEngine:
         return stream
 
     async def abort(self, request_id: RequestId) -> None:
-        """See `Engine.abort`."""
+        """See `AbortableEngine.abort`."""
         self.aborted.append(request_id)
         await asyncio.sleep(self._abort_takes_s)
         self._end(request_id, Cancelled("aborted"))
 
     def received(self, request_id: RequestId) -> None:
-        """See `Engine.received`."""
+        """See `KvImportEngine.received`."""
         self.received_ids.append(request_id)
 
     async def readings(self) -> AsyncGenerator[Reading, None]:
@@ -111,16 +110,8 @@ class ScriptedEngine:
             yield reading
         await self._stopped.wait()
 
-    async def embed(self, work: EmbedWork) -> "list[array[float]]":
-        """See `Engine.embed`."""
-        raise Unsupported("the scripted engine does not embed")
-
-    async def encode(self, work: EncodeWork) -> Encoded:
-        """See `Engine.encode`."""
-        raise Unsupported("the scripted engine does not encode media")
-
     async def execute(self, command: Command) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         self.verbs.append(command)
         while self.control_script:
             match self.control_script.pop(0):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.errors import Cancelled, InvalidRequest
-from baton.ports.engine import Engine, Work
+from baton.ports.engine import GenerateEngine, Work
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import FinishReason, KvWanted
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
@@ -32,7 +32,7 @@ from baton.testing.handoff_session import (
 class HandoffRules(EngineSuite):
     """Left out for engines that tell of no KV memory, or of memory that is not the CPU's."""
 
-    def make_producer(self) -> Engine:
+    def make_producer(self) -> GenerateEngine:
         """Return an engine that has not been started, as a worker would have it that lends its KV."""
         return self.make_engine()
 
@@ -96,7 +96,7 @@ class HandoffRules(EngineSuite):
                 consumed = anew(work, CONSUME)
                 stream = consumer.engine.submit(consumed)
                 self._place(produced, consumer, await wanted_by(stream))
-                consumer.engine.received(consumed.request_id)
+                consumer.kv_import.received(consumed.request_id)
                 assert await scores_of(stream) == pytest.approx(alone, abs=1e-3)
                 await produced.let_go()
 
@@ -256,10 +256,10 @@ class HandoffRules(EngineSuite):
                     assert read_block(memory, block) == (content,) * memory.planes, "these blocks are the fetcher's"
                 await self._is_quiet(consumer)
                 self._place(produced, consumer, wanted)
-                consumer.engine.received(consumed.request_id)
-                consumer.engine.received(consumed.request_id)
+                consumer.kv_import.received(consumed.request_id)
+                consumer.kv_import.received(consumed.request_id)
                 answer = await read_to_the_end(stream)
-                consumer.engine.received(consumed.request_id)
+                consumer.kv_import.received(consumed.request_id)
                 if self.deterministic:
                     assert answer.tokens[0] == alone
                 await produced.let_go()
@@ -270,12 +270,12 @@ class HandoffRules(EngineSuite):
     def test_the_news_that_kv_has_come_for_nobody_is_no_error(self) -> None:
         async def body() -> None:
             async with self._pair() as (_, consumer):
-                consumer.engine.received(RequestId("never submitted"))
+                consumer.kv_import.received(RequestId("never submitted"))
                 work = self._long(consumer)
                 stream = consumer.engine.submit(work)
-                consumer.engine.received(work.request_id)
+                consumer.kv_import.received(work.request_id)
                 await self._abort(consumer, work, stream)
-                consumer.engine.received(work.request_id)
+                consumer.kv_import.received(work.request_id)
                 await self._tokens_of(consumer, self.work(consumer.info))
 
         self._run(body())
@@ -312,7 +312,7 @@ class HandoffRules(EngineSuite):
                 if phase != "queued":
                     await wanted_by(stream)
                 if phase in ("received", "decoding"):
-                    consumer.engine.received(work.request_id)
+                    consumer.kv_import.received(work.request_id)
                 if phase == "decoding":
                     assert await stream.read()
                 await self._abort(consumer, work, stream)
@@ -366,7 +366,7 @@ class HandoffRules(EngineSuite):
             for wanted in outputs:
                 if isinstance(wanted, KvWanted):
                     self._place(produced, consumer, wanted)
-                    consumer.engine.received(consumed.request_id)
+                    consumer.kv_import.received(consumed.request_id)
         return answer
 
     def _place(self, produced: Produced, consumer: Session, wanted: KvWanted) -> None:
@@ -423,7 +423,7 @@ class HandoffRules(EngineSuite):
                 if isinstance(wanted, KvWanted):
                     await produced.whole()
                     self._place(produced, consumer, wanted)
-                    consumer.engine.received(consumed.request_id)
+                    consumer.kv_import.received(consumed.request_id)
                     if given_up == 2:
                         await consumer.engine.abort(consumed.request_id)
                         await produced.let_go()

@@ -144,7 +144,7 @@ def test_the_page_has_every_system_and_takes_differences_within_a_repeat() -> No
     assert page.count(f"{ours} 500 (500 to 500) |") == 1  # a request
     assert "| Baton, 4 pools | 50 (50 to 50) | 1.00 (1.00 to 1.00) | 500 (500 to 500) |" in page
     assert "| Baton, 4 pools | 1 (1 to 1) | 4 (4 to 4) |" in page
-    assert "| the reference's way, 4 pools | - | - |" in page
+    assert "| Dynamo's way, 4 pools | - | - |" in page
     assert "| 4 | 900 (900 to 900) | 1,800 (1,800 to 1,800) |" in page
 
 

@@ -7,7 +7,6 @@ Choice i starts i tokens further on. Blocks are reserved for the whole answer at
 import asyncio
 import itertools
 import re
-from array import array
 from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -19,7 +18,7 @@ from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold
 from baton.engines.echo.pictures import see, with_pictures
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
-from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress, Work
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvRemoved, KvStored, LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
@@ -164,7 +163,7 @@ class EchoEngine:
         )
 
     def submit(self, work: Work) -> OutputStream:
-        """See `Engine.submit`."""
+        """See `GenerateEngine.submit`."""
         self._alive()
         sequence = _Sequence(with_pictures(work) if work.media else work, OutputStream(work.sampling.n or 1))
         self._refuse_impossible(sequence)
@@ -174,7 +173,7 @@ class EchoEngine:
         return sequence.stream
 
     async def abort(self, request_id: RequestId) -> None:
-        """See `Engine.abort`."""
+        """See `AbortableEngine.abort`."""
         self._encoded.pop(request_id, None)
         for sequence in self._waiting:
             if sequence.work.request_id == request_id:
@@ -186,15 +185,8 @@ class EchoEngine:
             self._remove(running)
             running.stream.fail(Cancelled("aborted"))
 
-    def received(self, request_id: RequestId) -> None:
-        """See `Engine.received`: nothing was asked for."""
-
-    async def embed(self, work: EmbedWork) -> "list[array[float]]":
-        """See `Engine.embed`."""
-        raise Unsupported("the echo engine does not embed")
-
     async def encode(self, work: EncodeWork) -> Encoded:
-        """See `Engine.encode`."""
+        """See `EncodeEngine.encode`."""
         self._alive()
         if not self._options.media:
             raise Unsupported("the echo engine does not encode media; give it --echo-media")
@@ -207,7 +199,7 @@ class EchoEngine:
         return encoded
 
     async def execute(self, command: Command) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         raise Unsupported("the echo engine has nothing to control")
 
     def metrics(self) -> str:

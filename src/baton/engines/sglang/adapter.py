@@ -35,7 +35,7 @@ from baton.engines.sglang.requests import Requests
 from baton.engines.sglang.server_args import check_arguments, make_server_args
 from baton.engines.sglang.warmup import warm_up
 from baton.errors import BatonError, ConfigError, ContextTooLong, EngineDead, InvalidRequest, Unsupported
-from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress, Work
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Produce
@@ -106,32 +106,25 @@ class SglangEngine:
             raise EngineDead(f"SGLang did not start within {self._options.start_timeout_s:g} s") from None
 
     def submit(self, work: Work) -> OutputStream:
-        """See `Engine.submit`."""
+        """See `GenerateEngine.submit`."""
         requests, facts = self._alive()
         self._refuse_impossible(work, facts)
         return requests.submit(work)
 
-    def received(self, request_id: RequestId) -> None:
-        """See `Engine.received`: SGLang fetches KV by itself."""
-
     async def abort(self, request_id: RequestId) -> None:
-        """See `Engine.abort`."""
+        """See `AbortableEngine.abort`."""
         if self._requests is not None and self._dead is None:
             await self._requests.abort(request_id)
 
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
-        """See `Engine.embed`."""
+        """See `EmbedEngine.embed`."""
         self._alive()
         if self._part != "embed" or self._embedder is None:
             raise Unsupported(f"{self._name} generates; it does not embed")
         return await self._or_death(self._embedder.embed(work))
 
-    async def encode(self, work: EncodeWork) -> Encoded:
-        """See `Engine.encode`."""
-        raise Unsupported("the SGLang engine encodes media with the prompt that has them, not for others")
-
     async def execute(self, command: Command) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         self._alive()
         assert self._controls is not None
         controls = self._controls

@@ -48,7 +48,7 @@ class Controls:
         self._loras = Loras(manager)
 
     async def execute(self, command: Command) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         refuse_unsupported(command, self._can)
         if isinstance(command, Pause) and command.mode not in self._can.pause_modes:
             raise Unsupported(f"mode: SGLang does not {command.mode} by itself")

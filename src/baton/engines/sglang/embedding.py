@@ -24,7 +24,7 @@ class Embedder:
         self._numbers = itertools.count(1)
 
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
-        """See `Engine.embed`."""
+        """See `EmbedEngine.embed`."""
         self._refuse_impossible(work)
         first = next(self._numbers)
         request = self._make(

@@ -15,7 +15,7 @@ class Loras:
         self._manager = manager
 
     async def execute(self, command: LoadLora | UnloadLora | ListLoras) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         match command:
             case LoadLora():
                 await self._load(command.name, Path(command.path))

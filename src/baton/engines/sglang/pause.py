@@ -26,7 +26,7 @@ class Holding:
         self._paused = False
 
     async def execute(self, command: Pause | Continue | ClearCache | ReleaseMemory | ResumeMemory) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         match command:
             case Pause():
                 return await self._pause(command.mode)

@@ -26,7 +26,7 @@ class Records:
     async def execute(
         self, command: StartProfile | StopProfile | StartExpertRecord | StopExpertRecord | DumpExpertRecord
     ) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         match command:
             case StartProfile():
                 return await self._start_profile(_absolute(command.directory), command.steps)

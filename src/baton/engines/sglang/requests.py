@@ -69,7 +69,7 @@ class Requests:
         return len(self._open) - self.running
 
     def submit(self, work: Work) -> OutputStream:
-        """See `Engine.submit`."""
+        """See `GenerateEngine.submit`."""
         if work.request_id in self._open:
             raise InvalidRequest(f"request id {work.request_id} is in use")
         if work.lora_name is not None and work.lora_name not in self._manager.lora_ref_cache:
@@ -84,7 +84,7 @@ class Requests:
         return request.stream
 
     async def abort(self, request_id: RequestId) -> None:
-        """See `Engine.abort`."""
+        """See `AbortableEngine.abort`."""
         request = self._open.get(request_id)
         if request is None:
             return

@@ -39,7 +39,7 @@ class WeightCommands:
         self._group: str | None = None
 
     async def execute(self, command: UpdateWeights | SetWeightVersion | JoinGroup | LeaveGroup) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         match command:
             case UpdateWeights():
                 return await self._update(command)

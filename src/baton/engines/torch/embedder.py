@@ -12,10 +12,9 @@ from baton.engines.torch.embed_batches import Piece, Ticket, batches, draw
 from baton.engines.torch.encoder import Encoder
 from baton.errors import BatonError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.sentence import SentenceLayout, read_layout
-from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Stream, Work
+from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import LoadSnapshot, Reading
-from baton.protocol.ids import RequestId
 
 LOAD_INTERVAL_S = 0.25
 STOP_S = 10.0
@@ -72,18 +71,8 @@ class TorchEmbedder:
             embedding_size=size,
         )
 
-    def submit(self, work: Work) -> Stream:
-        """See `Engine.submit`."""
-        raise Unsupported(f"{self._name} embeds; it does not generate")
-
-    async def abort(self, request_id: RequestId) -> None:
-        """See `Engine.abort`. Nothing is ever submitted; `embed` is cancelled instead."""
-
-    def received(self, request_id: RequestId) -> None:
-        """See `Engine.received`: nothing was asked for."""
-
     async def embed(self, work: EmbedWork) -> Vectors:
-        """See `Engine.embed`."""
+        """See `EmbedEngine.embed`."""
         if self._dead is not None:
             raise self._dead
         self._refuse_unknown_tokens(work)
@@ -100,12 +89,8 @@ class TorchEmbedder:
             with self._changed:
                 self._tickets.pop(ticket, None)
 
-    async def encode(self, work: EncodeWork) -> Encoded:
-        """See `Engine.encode`."""
-        raise Unsupported("an embedding engine does not encode media")
-
     async def execute(self, command: Command) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         raise Unsupported("an engine that embeds has nothing to control")
 
     def metrics(self) -> str:

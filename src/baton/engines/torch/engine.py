@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
@@ -16,10 +15,10 @@ from baton.engines.torch.guided import GuideCompiler
 from baton.engines.torch.plan import Guide, make_plan
 from baton.engines.torch.sequence import Sequence
 from baton.engines.torch.thread import EngineThread
-from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
+from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import read_config
-from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, HandoffStyle, Progress, Work
+from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle, Progress, Work
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Consume, Handoff, Produce
@@ -103,7 +102,7 @@ class TorchEngine:
         return self._info
 
     def submit(self, work: Work) -> OutputStream:
-        """See `Engine.submit`."""
+        """See `GenerateEngine.submit`."""
         self._refuse_impossible(work, self._alive())
         arrival = next(self._arrivals)
         choices = [
@@ -125,12 +124,12 @@ class TorchEngine:
         return stream
 
     def received(self, request_id: RequestId) -> None:
-        """See `Engine.received`."""
+        """See `KvImportEngine.received`."""
         if request_id in self._handoffs:
             self._thread.tell(lambda core: core.received(request_id))
 
     async def abort(self, request_id: RequestId) -> None:
-        """See `Engine.abort`."""
+        """See `AbortableEngine.abort`."""
         stream = self._open.get(request_id)
         if stream is None and request_id not in self._handoffs:
             return
@@ -145,16 +144,8 @@ class TorchEngine:
             if stream is not None:
                 stream.fail(Cancelled("aborted"))
 
-    async def embed(self, work: EmbedWork) -> "list[array[float]]":
-        """See `Engine.embed`."""
-        raise Unsupported(f"{self._name} generates text; it does not embed")
-
-    async def encode(self, work: EncodeWork) -> Encoded:
-        """See `Engine.encode`."""
-        raise Unsupported(f"{self._name} generates text; it does not encode media")
-
     async def execute(self, command: Command) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         self._alive()
         async with self._ordering:
             core = self._core

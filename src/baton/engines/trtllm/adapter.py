@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from array import array
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -29,9 +28,6 @@ from baton.models.defaults import read_defaults
 from baton.models.directory import ModelConfig, read_config
 from baton.ports.engine import (
     Capabilities,
-    EmbedWork,
-    Encoded,
-    EncodeWork,
     EngineInfo,
     HandoffStyle,
     Progress,
@@ -128,7 +124,7 @@ class TrtllmEngine:
         return self._info
 
     def submit(self, work: Work) -> OutputStream:
-        """See `Engine.submit`."""
+        """See `GenerateEngine.submit`."""
         info = self._alive()
         assert self._calls is not None
         self._forget_taken()
@@ -144,11 +140,8 @@ class TrtllmEngine:
         request.task.add_done_callback(lambda _: self._ended(request))
         return stream
 
-    def received(self, request_id: RequestId) -> None:
-        """See `Engine.received`: the library fetches by itself."""
-
     async def abort(self, request_id: RequestId) -> None:
-        """See `Engine.abort`.
+        """See `AbortableEngine.abort`.
 
         The engine lends no memory, so a request that it is slow to let go of, for its KV is on its way, harms nobody:
         after `ABORT_S` it is left to end by itself.
@@ -163,16 +156,8 @@ class TrtllmEngine:
             # Its end is told by a callback, which runs in the turn after.
             await asyncio.sleep(0)
 
-    async def embed(self, work: EmbedWork) -> "list[array[float]]":
-        """See `Engine.embed`."""
-        raise Unsupported(f"{self._name} generates text; it does not embed")
-
-    async def encode(self, work: EncodeWork) -> Encoded:
-        """See `Engine.encode`."""
-        raise Unsupported(f"{self._name} generates text; the role encode has an engine of its own")
-
     async def execute(self, command: Command) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         self._alive()
         if not isinstance(command, LoadLora | UnloadLora | ListLoras) or not self._has_lora:
             raise Unsupported("the TensorRT-LLM engine cannot be ordered to do that")

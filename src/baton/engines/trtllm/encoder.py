@@ -7,7 +7,6 @@ is shared only after somebody has read it.
 
 import asyncio
 import logging
-from array import array
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsu
 from baton.media.images import decode_image
 from baton.models.directory import read_config
 from baton.models.tokenizer import HubTokenizer
-from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Stream, Work
+from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
@@ -113,15 +112,8 @@ class TrtllmEncoder:
             eos_token_ids=config.eos_token_ids,
         )
 
-    def submit(self, work: Work) -> Stream:
-        """See `Engine.submit`."""
-        raise Unsupported(f"{self._name} is encoded for here; it generates nothing")
-
-    def received(self, request_id: RequestId) -> None:
-        """See `Engine.received`: nothing was asked for."""
-
     async def abort(self, request_id: RequestId) -> None:
-        """See `Engine.abort`. What the library is slow to let go of ends by itself after `ABORT_S`."""
+        """See `AbortableEngine.abort`. What the library is slow to let go of ends by itself after `ABORT_S`."""
         if (held := self._held.pop(request_id, None)) is not None:
             held.let_go()
         encoding = self._open.get(request_id)
@@ -130,12 +122,8 @@ class TrtllmEncoder:
             if encoding.thread is not None:
                 await asyncio.wait([encoding.thread], timeout=ABORT_S)
 
-    async def embed(self, work: EmbedWork) -> "list[array[float]]":
-        """See `Engine.embed`."""
-        raise Unsupported(f"{self._name} is encoded for here; it does not embed")
-
     async def encode(self, work: EncodeWork) -> Encoded:
-        """See `Engine.encode`."""
+        """See `EncodeEngine.encode`."""
         self._alive()
         if work.request_id in self._open or work.request_id in self._held:
             raise InvalidRequest(f"request id {work.request_id} is in use")
@@ -151,7 +139,7 @@ class TrtllmEncoder:
         return Encoded(params=params)
 
     async def execute(self, command: Command) -> Outcome:
-        """See `Engine.control`."""
+        """See `Engine.execute`."""
         self._alive()
         raise Unsupported("an encoder cannot be ordered to do that")
 
