@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from baton.config.engines import SglangOptions
 from baton.engine_kit.output_stream import OutputStream
 from baton.engines.sglang.adapter import SglangEngine
-from baton.engines.sglang.mode_flags import Part
+from baton.engines.sglang.launch_mode import Part
 from baton.ports.engine import EngineInfo, Work
 from baton.protocol.events import KvEvent, LoadSnapshot
 from baton.protocol.ids import RequestId

@@ -21,15 +21,15 @@ from baton.config.engines import ExpertOptions, SglangOptions
 from baton.engine_kit.output_stream import OutputStream
 from baton.engines.sglang.commands import Controls
 from baton.engines.sglang.compat import choose_device, import_sglang
-from baton.engines.sglang.embedding import Embedder
-from baton.engines.sglang.facts import Facts, capabilities_of, engine_info, facts_of
-from baton.engines.sglang.foreign import Engine as Foreign
-from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.embed_requests import Embedder
+from baton.engines.sglang.engine_info import Facts, capabilities_of, engine_info, facts_of
+from baton.engines.sglang.sglang_types import Engine as Foreign
+from baton.engines.sglang.sglang_types import Manager
 from baton.engines.sglang.launch import Launch, close_sockets
 from baton.engines.sglang.metrics import EngineMetrics
-from baton.engines.sglang.mode_flags import Part
+from baton.engines.sglang.launch_mode import Part
 from baton.engines.sglang.params import Setting
-from baton.engines.sglang.ports import free_port, is_free
+from baton.engines.sglang.tcp_ports import free_port, is_free
 from baton.engines.sglang.readings import EventSockets, News, Watch, first_loads
 from baton.engines.sglang.requests import Requests
 from baton.engines.sglang.server_args import check_arguments, make_server_args

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine_kit.capability_check import refuse_unsupported
-from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.sglang_types import Manager
 from baton.engines.sglang.loras import Loras
 from baton.engines.sglang.pause import Holding
 from baton.engines.sglang.records import Records

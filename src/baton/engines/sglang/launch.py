@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.engine_kit.threads import fail, post, resolve
-from baton.engines.sglang.foreign import Engine, Manager, ServerArgs
+from baton.engines.sglang.sglang_types import Engine, Manager, ServerArgs
 from baton.errors import BatonError, ConfigError, EngineDead
 
 if TYPE_CHECKING:

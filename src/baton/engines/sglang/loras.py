@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.sglang_types import Manager
 from baton.errors import InvalidRequest
 from baton.protocol.commands import ListLoras, LoadLora, Outcome, UnloadLora
 

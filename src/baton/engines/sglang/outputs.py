@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from baton.engines.sglang.foreign import Chunk
+from baton.engines.sglang.sglang_types import Chunk
 from baton.engines.sglang.params import cut_at, stop_tokens
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, Overloaded, PeerLost
 from baton.ports.engine import Work

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.sglang_types import Manager
 from baton.engines.sglang.requests import Requests
 from baton.errors import InvalidRequest, Paused
 from baton.protocol.commands import ClearCache, Continue, Outcome, Pause, ReleaseMemory, ResumeMemory

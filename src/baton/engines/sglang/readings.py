@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.engine_kit.threads import post
-from baton.engines.sglang.foreign import Snapshot, SnapshotReader
+from baton.engines.sglang.sglang_types import Snapshot, SnapshotReader
 from baton.engines.sglang.kv_events import RankEvents
-from baton.engines.sglang.ports import free_port
+from baton.engines.sglang.tcp_ports import free_port
 from baton.errors import ConfigError
 from baton.protocol.events import KvEvent, LoadSnapshot
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from baton.config.environment import sglang_record_directory
-from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.sglang_types import Manager
 from baton.errors import EngineFailed, InvalidRequest
 from baton.protocol.commands import (
     DumpExpertRecord,

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from baton.engine_kit.output_stream import OutputStream
-from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.sglang_types import Manager
 from baton.engines.sglang.media import media_fields
 from baton.engines.sglang.outputs import Choice, News
 from baton.engines.sglang.params import Setting, request_fields

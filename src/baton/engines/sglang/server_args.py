@@ -10,8 +10,8 @@ import msgspec
 from baton.config.engines import ExpertOptions, SglangOptions
 from baton.engines.sglang.compat import import_sglang
 from baton.engines.sglang.experts import expert_arguments
-from baton.engines.sglang.foreign import ServerArgs
-from baton.engines.sglang.mode_flags import Part, own_flags, refuse_conflicts
+from baton.engines.sglang.sglang_types import ServerArgs
+from baton.engines.sglang.launch_mode import Part, own_flags, refuse_conflicts
 from baton.errors import ConfigError
 
 

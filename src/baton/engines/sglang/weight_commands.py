@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.sglang_types import Manager
 from baton.engines.sglang.pause import Holding
 from baton.engines.sglang.weights import Shapes, check_directory, check_specs, shapes_in, tensors_of
 from baton.errors import EngineFailed, InvalidRequest

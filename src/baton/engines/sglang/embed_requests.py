@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
-from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.sglang_types import Manager
 from baton.errors import BatonError, ContextTooLong, EngineFailed, InvalidRequest
 from baton.ports.engine import EmbedWork
 

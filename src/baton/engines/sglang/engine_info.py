@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from baton.config.engines import SglangOptions
-from baton.engines.sglang.foreign import Engine, Snapshot
-from baton.engines.sglang.mode_flags import Part
-from baton.engines.sglang.ports import meeting_host
+from baton.engines.sglang.sglang_types import Engine, Snapshot
+from baton.engines.sglang.launch_mode import Part
+from baton.engines.sglang.tcp_ports import meeting_host
 from baton.engines.sglang.server_args import Arguments
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
 

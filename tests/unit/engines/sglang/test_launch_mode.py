@@ -12,8 +12,8 @@ from baton.config.engines import SglangOptions
 from baton.engines.sglang import compat
 from baton.engines.sglang.compat import Dialect, choose_device, supported_version
 from baton.engines.sglang.media import media_fields
-from baton.engines.sglang.mode_flags import Part, own_flags, refuse_conflicts
-from baton.engines.sglang.ports import free_port, is_free, meeting_host
+from baton.engines.sglang.launch_mode import Part, own_flags, refuse_conflicts
+from baton.engines.sglang.tcp_ports import free_port, is_free, meeting_host
 from baton.engines.sglang.weights import check_directory, check_specs, shapes_in
 from baton.errors import ConfigError, InvalidRequest, Unsupported
 from baton.protocol.commands import TensorSpec

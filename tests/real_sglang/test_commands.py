@@ -221,7 +221,7 @@ def test_what_the_engine_was_not_started_for_is_refused(engine: Engines) -> None
 def test_weights_come_through_a_group(engine: Engines, tiny: Path, other: Path) -> None:
     import sys
 
-    from baton.engines.sglang.ports import free_port
+    from baton.engines.sglang.tcp_ports import free_port
     from baton.protocol.commands import FromGroup, TensorSpec
 
     name, port = "lm_head.weight", free_port("127.0.0.1")
