@@ -283,7 +283,7 @@ def write_lora(directory: Path) -> Path:
 def test_adapters_come_serve_and_go(bench: Bench, tiny: Path, tmp_path: Path) -> None:
     lora = write_lora(tmp_path / "lora")
     args = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj")
-    engine = Engines(bench, lambda: TestedEngine(tiny, "whole", *args, "--lora-backend", "torch_native"))
+    engine = Engines(bench, lambda: TestedEngine(tiny, "null", *args, "--lora-backend", "torch_native"))
 
     async def body(session: Session) -> None:
         control = session.engine.execute
@@ -322,7 +322,7 @@ def test_expert_records_are_written_and_found(bench: Bench, tmp_path: Path, monk
     model = tmp_path / "moe"
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(model)
     write_byte_tokenizer(model)
-    engine = Engines(bench, lambda: TestedEngine(model, "whole", "--expert-distribution-recorder-mode", "stat"))
+    engine = Engines(bench, lambda: TestedEngine(model, "null", "--expert-distribution-recorder-mode", "stat"))
 
     async def body(session: Session) -> Any:
         await session.engine.execute(StartExpertRecord())

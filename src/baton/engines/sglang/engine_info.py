@@ -1,6 +1,7 @@
-"""What an engine can do, said by its arguments before it starts, and what it turned out to be once it runs."""
+"""What an engine can do, from its arguments, and what it is once it runs."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,77 +9,93 @@ from typing import Any
 import msgspec
 
 from baton.config.engines import SglangOptions
-from baton.engines.sglang.sglang_types import Engine, Snapshot
-from baton.engines.sglang.launch_mode import Part
-from baton.engines.sglang.tcp_ports import meeting_host
+from baton.engines.sglang.launch_mode import LaunchMode
 from baton.engines.sglang.server_args import Arguments
+from baton.engines.sglang.sglang_types import Engine, Snapshot
+from baton.engines.sglang.tcp_ports import bootstrap_host
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
 
-MOST_LOGPROBS = 128  # as many as fit what prefill tells decode of the first token
-MOST_CHOICES = 128
+log = logging.getLogger(__name__)
+
+MAX_LOGPROBS = 128  # the size of the buffer that prefill sends to decode with the first token
+MAX_CHOICES = 128
 GUIDES = frozenset({"json", "regex", "choice", "grammar", "structural_tag"})
-TAGS = frozenset({"kv_cache", "weights", "cuda_graph"})
-SPARE_INPUT = 5  # SGLang keeps so many tokens of a request's room from its prompt
-SPARE = 1  # and one from its answer
+MEMORY_TAGS = frozenset({"kv_cache", "weights", "cuda_graph"})
+RESERVED_TOKENS = 5  # of a request's tokens, SGLang does not give these to its prompt
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a started engine has turned out to be."""
+    """What a started engine reports about itself."""
 
-    page: int
+    page_size: int
     total_tokens: int
     max_running: int
     context: int
-    longest_prompt: int
-    vocabulary: int
+    max_prompt_tokens: int
+    vocab_size: int
     eos_token_ids: tuple[int, ...]
     hidden_size: int
     values: Mapping[str, Any]
 
 
-def capabilities_of(part: Part, options: SglangOptions, arguments: Arguments, model_dir: Path) -> Capabilities:
+def capabilities_of(mode: LaunchMode, options: SglangOptions, arguments: Arguments, model_dir: Path) -> Capabilities:
     """Return what an engine with these arguments can do."""
-    values = arguments.values
-    if part == "embed":
+    if mode.embedding:
         return Capabilities(generate=False, embeddings=True, dp_size=arguments.dp_size)
-    whole, diffusion = part == "whole", bool(values.get("dllm_algorithm"))
-    guides = options.guided and not diffusion and values.get("grammar_backend") != "none"
+    values, diffusion = arguments.values, bool(arguments.values.get("dllm_algorithm"))
     return Capabilities(
         diffusion=diffusion,
         modalities=_modalities(model_dir, values),
-        handoff=HandoffStyle.NONE if whole else HandoffStyle.EARLY,
-        needs_kv=part == "decode",
-        max_logprobs=None if diffusion else MOST_LOGPROBS,
-        prompt_logprobs=whole and not diffusion,
-        max_choices=MOST_CHOICES if whole else 1,
-        guided=GUIDES if guides else frozenset(),
-        logit_bias=not diffusion,
         lora=bool(values.get("enable_lora") or values.get("lora_paths")),
-        memory_tags=TAGS if values.get("enable_memory_saver") else frozenset(),
+        memory_tags=MEMORY_TAGS if values.get("enable_memory_saver") else frozenset(),
         weight_sources=_weight_sources(values),
-        pause_modes=frozenset({"abort", "keep"} | ({"retract"} if whole and not diffusion else set())),
         clear_cache=True,
         profile=True,
         expert_records=values.get("expert_distribution_recorder_mode") is not None,
         dp_size=arguments.dp_size,
+        **_sampling_capabilities(options, values, diffusion),
+        **_mode_capabilities(mode, diffusion),
     )
 
 
+def _sampling_capabilities(options: SglangOptions, values: Mapping[str, Any], diffusion: bool) -> dict[str, Any]:
+    guides = options.guided and not diffusion and values.get("grammar_backend") != "none"
+    return {
+        "max_logprobs": None if diffusion else MAX_LOGPROBS,
+        "guided": GUIDES if guides else frozenset(),
+        "logit_bias": not diffusion,
+    }
+
+
+def _mode_capabilities(mode: LaunchMode, diffusion: bool) -> dict[str, Any]:
+    if mode.disaggregation != "null":
+        return {
+            "handoff": HandoffStyle.EARLY,
+            "needs_kv": mode.disaggregation == "decode",
+            "pause_modes": frozenset({"abort", "keep"}),
+        }
+    return {
+        "prompt_logprobs": not diffusion,
+        "max_choices": MAX_CHOICES,
+        "pause_modes": frozenset({"abort", "keep"} if diffusion else {"abort", "keep", "retract"}),
+    }
+
+
 def facts_of(engine: Engine, snapshots: list[Snapshot]) -> Facts:
-    """Return what a started engine has turned out to be; its schedulers have told their load once."""
+    """Return what a started engine reports; its schedulers have published their load once."""
     values = engine.server_args.resolved_dict()
-    told = engine._scheduler_init_result.scheduler_infos[0]
+    scheduler = engine._scheduler_init_result.scheduler_infos[0]
     manager = engine.tokenizer_manager
     config = manager.model_config if manager is not None else None
-    longest_prompt = int(told["max_req_input_len"]) - 1
+    max_prompt_tokens = int(scheduler["max_req_input_len"]) - 1
     return Facts(
-        page=int(values["page_size"] or 1),
-        total_tokens=int(told["max_total_num_tokens"]),
+        page_size=int(values["page_size"] or 1),
+        total_tokens=int(scheduler["max_total_num_tokens"]),
         max_running=sum(getattr(s, "max_running_requests", 0) for s in snapshots)
         or int(values["max_running_requests"] or 1),
-        context=longest_prompt + SPARE_INPUT,
-        longest_prompt=longest_prompt,
-        vocabulary=config.vocab_size if config is not None else 0,
+        context=max_prompt_tokens + RESERVED_TOKENS,
+        max_prompt_tokens=max_prompt_tokens,
+        vocab_size=config.vocab_size if config is not None else 0,
         eos_token_ids=tuple(sorted(config.hf_eos_token_id or ())) if config is not None else (),
         hidden_size=config.hidden_size if config is not None else 0,
         values=values,
@@ -86,21 +103,23 @@ def facts_of(engine: Engine, snapshots: list[Snapshot]) -> Facts:
 
 
 def engine_info(
-    facts: Facts, part: Part, options: SglangOptions, arguments: Arguments, model_dir: Path, name: str
+    facts: Facts, mode: LaunchMode, options: SglangOptions, arguments: Arguments, model_dir: Path, name: str
 ) -> EngineInfo:
     """Return what a started engine serves."""
-    meets = part == "prefill" and arguments.leader
+    has_bootstrap = mode.disaggregation == "prefill" and arguments.leader
     return EngineInfo(
         model_name=name,
         model_dir=str(model_dir),
         context_length=facts.context,
-        block_size=facts.page,
-        total_blocks=max(1, facts.total_tokens // facts.page),
+        block_size=facts.page_size,
+        total_blocks=max(1, facts.total_tokens // facts.page_size),
         max_running=facts.max_running,
+        max_prompt_tokens=facts.max_prompt_tokens,
+        vocab_size=facts.vocab_size or None,
         eos_token_ids=facts.eos_token_ids,
-        embedding_size=facts.hidden_size if part == "embed" else None,
-        handoff_host=meeting_host(options.host, arguments.values["dist_init_addr"]) if meets else None,
-        handoff_port=int(facts.values["disaggregation_bootstrap_port"]) if meets else None,
+        embedding_size=facts.hidden_size if mode.embedding else None,
+        handoff_host=bootstrap_host(options.host, arguments.values["dist_init_addr"]) if has_bootstrap else None,
+        handoff_port=int(facts.values["disaggregation_bootstrap_port"]) if has_bootstrap else None,
         leader=arguments.leader,
         group=arguments.values["dist_init_addr"] if int(arguments.values["nnodes"]) > 1 else None,
     )
@@ -116,12 +135,13 @@ def _weight_sources(values: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _modalities(model_dir: Path, values: Mapping[str, Any]) -> frozenset[str]:
-    """Return what the model takes, as its configuration says."""
+    """Return the modalities of the model, from its config.json."""
     if values.get("enable_multimodal") is False or values.get("language_model_only"):
         return frozenset({"text"})
     try:
         config = json.loads((model_dir / "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        log.warning("cannot read the modalities of the model, so only text is served: %s", error)
         return frozenset({"text"})
     config |= config.get("thinker_config") or {}
     found = {"text"}

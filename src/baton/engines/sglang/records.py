@@ -1,4 +1,4 @@
-"""What SGLang writes down when it is asked to: where time goes, and which experts tokens go to."""
+"""Profiles and expert-distribution records of SGLang."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from baton.protocol.commands import (
 
 
 class Records:
-    """Profiles and expert records of one engine."""
+    """Starts, stops and writes records of one engine."""
 
     def __init__(self, manager: Manager, device: str) -> None:
         self._manager = manager
