@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_generating import Engines, answer_of, work
 
 from baton.errors import EngineFailed, InvalidRequest, Paused, Unsupported
 from baton.protocol.commands import (
@@ -37,6 +36,7 @@ from baton.protocol.commands import (
 )
 from baton.testing.engine_session import Session, read_to_the_end
 from tests.real_sglang.engines import Bench, TestedEngine
+from tests.real_sglang.test_generating import Engines, answer_of, work
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_generating import answer_of, work
 
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session, read_to_the_end
 from tests.real_sglang.engines import Bench, TestedEngine
 from tests.real_sglang.peers import Peer
+from tests.real_sglang.test_generating import answer_of, work
 
 
 @pytest.fixture
