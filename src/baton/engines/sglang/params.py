@@ -176,7 +176,7 @@ def _text(value: object) -> str:
 
 
 def _bootstrap_fields(handoff: Handoff | None, setting: Setting) -> dict[str, Any]:
-    """Return the address where this request meets its peer.
+    """Return the bootstrap address of this request.
 
     SGLang takes room 0 for none and waits for ever. Both sides use another room for it, of the same data-parallel rank,
     which is the remainder of the room.

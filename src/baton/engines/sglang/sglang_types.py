@@ -60,7 +60,7 @@ class ModelConfig(Protocol):
 
 
 class BootstrapServer(Protocol):
-    """Where prefill and decode engines meet."""
+    """The server that prefill and decode engines connect through."""
 
     def close(self) -> None: ...
 
