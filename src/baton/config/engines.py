@@ -72,7 +72,6 @@ class SglangOptions(msgspec.Struct, frozen=True, kw_only=True):
             " --dist-init-addr it is the host of that address.",
         ),
     ] = "127.0.0.1"
-    start_timeout_s: Annotated[float, Meta(gt=0, description="Seconds that loading and starting may take.")] = 1800.0
 
 
 class ExpertOptions(msgspec.Struct, frozen=True, kw_only=True):

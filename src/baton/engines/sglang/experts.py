@@ -34,7 +34,7 @@ def expert_arguments(options: ExpertOptions, ep_size: int) -> list[str]:
 
 
 def layout_path(options: ExpertOptions) -> str:
-    """Return what SGLang is told: it expands no `~`."""
+    """Return the layout as SGLang takes it, with `~` expanded."""
     return TRIVIAL_LAYOUT if options.layout == TRIVIAL_LAYOUT else str(Path(options.layout).expanduser().absolute())
 
 

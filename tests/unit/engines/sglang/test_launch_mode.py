@@ -1,4 +1,4 @@
-"""What may be written after `--`, and what the parts of a model need; ports, weights and media on the way in."""
+"""Arguments after `--`, the flags of each launch mode, ports, weights and media."""
 
 import itertools
 import json
@@ -11,75 +11,76 @@ import pytest
 from baton.config.engines import SglangOptions
 from baton.engines.sglang import compat
 from baton.engines.sglang.compat import Dialect, choose_device, supported_version
+from baton.engines.sglang.launch_mode import LaunchMode, own_flags, refuse_conflicts
 from baton.engines.sglang.media import media_fields
-from baton.engines.sglang.mode_flags import Part, own_flags, refuse_conflicts
-from baton.engines.sglang.ports import free_port, is_free, meeting_host
+from baton.engines.sglang.tcp_ports import bootstrap_host, free_port, is_free
 from baton.engines.sglang.weights import check_directory, check_specs, shapes_in
 from baton.errors import ConfigError, InvalidRequest, Unsupported
 from baton.protocol.commands import TensorSpec
 from baton.protocol.media import MediaFile, MediaHandles
 
 DIALECT = Dialect(version="0.5.23")
+ALONE, PREFILL, DECODE = LaunchMode(), LaunchMode("prefill"), LaunchMode("decode")
 
 
 @pytest.mark.parametrize(
-    ("part", "given", "says"),
+    ("mode", "given", "says"),
     [
-        ("prefill", {"disaggregation_mode": "decode"}, "--disaggregation-mode: decode contradicts"),
-        ("whole", {"disaggregation_mode": "prefill"}, "role"),
-        ("whole", {"skip_tokenizer_init": True}, "--sglang-guided"),
-        ("whole", {"incremental_streaming_output": True}, "streamed"),
-        ("whole", {"stream_output": True}, "streamed"),
-        ("whole", {"served_model_name": "x"}, "--name"),
-        ("whole", {"model_path": "x"}, "--model"),
-        ("whole", {"is_embedding": True}, "embed"),
-        ("whole", {"schedule_low_priority_values_first": True}, "priority"),
-        ("whole", {"tokenizer_worker_num": 2}, "tokenize"),
-        ("decode", {"dllm_algorithm": "LowConfidence"}, "diffusion"),
-        ("whole", {"nnodes": 2}, "--dist-init-addr"),
-        ("whole", {"use_ray": True}, "processes"),
+        (PREFILL, {"disaggregation_mode": "decode"}, "--disaggregation-mode: it follows"),
+        (ALONE, {"disaggregation_mode": "prefill"}, "role"),
+        (ALONE, {"skip_tokenizer_init": True}, "--sglang-guided"),
+        (ALONE, {"incremental_streaming_output": True}, "streamed"),
+        (ALONE, {"stream_output": True}, "streamed"),
+        (ALONE, {"served_model_name": "x"}, "--name"),
+        (ALONE, {"model_path": "x"}, "--model"),
+        (ALONE, {"is_embedding": True}, "embed"),
+        (ALONE, {"schedule_low_priority_values_first": True}, "priority"),
+        (ALONE, {"tokenizer_worker_num": 2}, "tokenize"),
+        (DECODE, {"dllm_algorithm": "LowConfidence"}, "diffusion"),
+        (ALONE, {"nnodes": 2}, "--dist-init-addr"),
+        (ALONE, {"use_ray": True}, "processes"),
     ],
 )
-def test_d30_what_contradicts_the_worker_is_refused_and_says_what_to_do(
-    part: Part, given: dict[str, Any], says: str
+def test_d30_conflicting_arguments_are_refused_with_the_setting_to_use(
+    mode: LaunchMode, given: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        refuse_conflicts(part, given)
+        refuse_conflicts(mode, given)
 
 
 @pytest.mark.parametrize(
-    ("part", "given"),
+    ("mode", "given"),
     [
-        ("prefill", {"disaggregation_mode": "prefill"}),
-        ("whole", {"disaggregation_mode": "null"}),
-        ("whole", {"dllm_algorithm": "LowConfidence"}),
-        ("whole", {"tp_size": 4, "dp_size": 2, "nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:5000"}),
-        ("whole", {"page_size": 64, "kv_events_config": "{}", "log_level": "info"}),
+        (PREFILL, {"disaggregation_mode": "prefill"}),
+        (ALONE, {"disaggregation_mode": "null"}),
+        (ALONE, {"dllm_algorithm": "LowConfidence"}),
+        (ALONE, {"tp_size": 4, "dp_size": 2, "nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:5000"}),
+        (ALONE, {"page_size": 64, "kv_events_config": "{}", "log_level": "info"}),
     ],
 )
-def test_what_fits_is_left_alone(part: Part, given: dict[str, Any]) -> None:
-    refuse_conflicts(part, given)
+def test_arguments_that_fit_are_accepted(mode: LaunchMode, given: dict[str, Any]) -> None:
+    refuse_conflicts(mode, given)
 
 
 def test_a_refusal_names_the_argument_as_it_was_written() -> None:
     with pytest.raises(ConfigError, match="--model: "):
-        refuse_conflicts("whole", {"model_path": "x"}, {"model_path": "--model"})
+        refuse_conflicts(ALONE, {"model_path": "x"}, {"model_path": "--model"})
 
 
-def test_each_part_asks_for_what_it_needs() -> None:
-    def flags(part: Part, *given: str, **options: bool) -> tuple[str, ...]:
-        return own_flags(part, SglangOptions(**options), Path("/m"), "name", DIALECT, frozenset(given))  # type: ignore[arg-type]
+def test_each_mode_has_its_flags() -> None:
+    def flags(mode: LaunchMode, *given: str, **options: bool) -> tuple[str, ...]:
+        return own_flags(mode, SglangOptions(**options), Path("/m"), "name", DIALECT, frozenset(given))  # type: ignore[arg-type]
 
-    whole = flags("whole")
-    assert whole[:5] == ("--model-path", "/m", "--served-model-name", "name", "--incremental-streaming-output")
-    assert ("--page-size", "16") in itertools.pairwise(whole)
-    assert "--enable-metrics" in whole
-    assert "--skip-tokenizer-init" not in whole
-    assert "--page-size" not in flags("whole", "page_size")
-    assert "--skip-tokenizer-init" in flags("whole", guided=False)
-    assert "--enable-metrics" not in flags("whole", metrics=False)
-    assert flags("prefill")[-2:] == ("--disaggregation-mode", "prefill")
-    assert flags("embed")[-1] == "--is-embedding"
+    alone = flags(ALONE)
+    assert alone[:5] == ("--model-path", "/m", "--served-model-name", "name", "--incremental-streaming-output")
+    assert ("--page-size", "16") in itertools.pairwise(alone)
+    assert "--enable-metrics" in alone
+    assert "--skip-tokenizer-init" not in alone
+    assert "--page-size" not in flags(ALONE, "page_size")
+    assert "--skip-tokenizer-init" in flags(ALONE, guided=False)
+    assert "--enable-metrics" not in flags(ALONE, metrics=False)
+    assert flags(PREFILL)[-2:] == ("--disaggregation-mode", "prefill")
+    assert flags(LaunchMode(embedding=True))[-1] == "--is-embedding"
 
 
 def test_only_versions_that_are_known_to_work_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ def test_d28_a_port_that_is_chosen_is_free_and_given_to_nobody_by_chance() -> No
     ],
 )
 def test_where_other_engines_find_this_one(address: str | None, host: str) -> None:
-    assert meeting_host("10.1.1.1", address) == host
+    assert bootstrap_host("10.1.1.1", address) == host
 
 
 def write_header(directory: Path, shapes: dict[str, list[int]], name: str = "model.safetensors") -> Path:

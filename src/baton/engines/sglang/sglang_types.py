@@ -1,4 +1,4 @@
-"""The parts of SGLang's objects that the adapter touches."""
+"""SGLang's objects, as far as the adapter uses them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -8,7 +8,7 @@ Chunk = Mapping[str, Any]
 
 
 class RequestState(Protocol):
-    """What SGLang's front half knows of a request."""
+    """A request in SGLang's tokenizer manager."""
 
     dispatched: bool
 
@@ -31,7 +31,7 @@ class Snapshot(Protocol):
 
 
 class SnapshotReader(Protocol):
-    """Reads what the schedulers write about their load."""
+    """Reads the load that the schedulers publish."""
 
     def read_all(self) -> Sequence[Snapshot]: ...
     def close(self) -> None: ...
@@ -46,7 +46,7 @@ class Socket(Protocol):
 
 
 class ModelConfig(Protocol):
-    """What SGLang makes of config.json."""
+    """SGLang's reading of config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -60,7 +60,7 @@ class ModelConfig(Protocol):
 
 
 class BootstrapServer(Protocol):
-    """Where prefill and decode engines meet."""
+    """The server that prefill and decode engines connect through."""
 
     def close(self) -> None: ...
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_generating import Engines, answer_of, work
 
 from baton.errors import EngineFailed, InvalidRequest, Paused, Unsupported
 from baton.protocol.commands import (
@@ -37,6 +36,7 @@ from baton.protocol.commands import (
 )
 from baton.testing.engine_session import Session, read_to_the_end
 from tests.real_sglang.engines import Bench, TestedEngine
+from tests.real_sglang.test_generating import Engines, answer_of, work
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_what_the_engine_was_not_started_for_is_refused(engine: Engines) -> None
 def test_weights_come_through_a_group(engine: Engines, tiny: Path, other: Path) -> None:
     import sys
 
-    from baton.engines.sglang.ports import free_port
+    from baton.engines.sglang.tcp_ports import free_port
     from baton.protocol.commands import FromGroup, TensorSpec
 
     name, port = "lm_head.weight", free_port("127.0.0.1")
@@ -283,7 +283,7 @@ def write_lora(directory: Path) -> Path:
 def test_adapters_come_serve_and_go(bench: Bench, tiny: Path, tmp_path: Path) -> None:
     lora = write_lora(tmp_path / "lora")
     args = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj")
-    engine = Engines(bench, lambda: TestedEngine(tiny, "whole", *args, "--lora-backend", "torch_native"))
+    engine = Engines(bench, lambda: TestedEngine(tiny, "null", *args, "--lora-backend", "torch_native"))
 
     async def body(session: Session) -> None:
         control = session.engine.execute
@@ -322,7 +322,7 @@ def test_expert_records_are_written_and_found(bench: Bench, tmp_path: Path, monk
     model = tmp_path / "moe"
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(model)
     write_byte_tokenizer(model)
-    engine = Engines(bench, lambda: TestedEngine(model, "whole", "--expert-distribution-recorder-mode", "stat"))
+    engine = Engines(bench, lambda: TestedEngine(model, "null", "--expert-distribution-recorder-mode", "stat"))
 
     async def body(session: Session) -> Any:
         await session.engine.execute(StartExpertRecord())

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_generating import answer_of, work
 
-from baton.errors import Cancelled, ContextTooLong, InvalidRequest, Unsupported
+from baton.errors import Cancelled, Unsupported
 from baton.ports.engine import EmbedWork
 from baton.protocol.commands import Pause
 from baton.protocol.events import KvStored, LoadSnapshot
@@ -17,7 +16,8 @@ from baton.protocol.ids import new_request_id
 from baton.protocol.outputs import FinishReason
 from baton.protocol.requests import Sampling, StopConditions
 from baton.testing.bounded import eventually
-from tests.real_sglang.engines import Bench, TestedEngine
+from tests.real_sglang.engines import Bench, TestedEmbedder, TestedEngine
+from tests.real_sglang.test_generating import answer_of, work
 
 MASKED = 151936  # SGLang takes the mask token of the published SDAR models for granted
 
@@ -44,7 +44,7 @@ def diffusion_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_embeddings_are_of_one_length_and_of_their_text(bench: Bench, tiny: Path) -> None:
     async def body() -> None:
-        session = await bench.session(lambda: TestedEngine(tiny, "embed"))
+        session = await bench.session(lambda: TestedEmbedder(tiny))
         engine, info = session.engine, session.info
         assert engine.capabilities.embeddings
         assert info.embedding_size == 48
@@ -53,11 +53,7 @@ def test_embeddings_are_of_one_length_and_of_their_text(bench: Bench, tiny: Path
         assert [len(vector) for vector in vectors] == [48] * 3
         assert vectors[0] == pytest.approx(vectors[2], abs=1e-5)
         assert vectors[0] != pytest.approx(vectors[1], abs=1e-2)
-        for inputs, problem in ((((300,),), InvalidRequest), (((),), InvalidRequest), (((1,) * 5000,), ContextTooLong)):
-            with pytest.raises(problem):
-                await engine.embed(EmbedWork(request_id=new_request_id("test"), inputs=inputs))
-        with pytest.raises(Unsupported):
-            engine.submit(work(1))
+        assert (info.vocab_size, info.max_prompt_tokens) == (300, 4089)
         with pytest.raises(Unsupported):
             await engine.execute(Pause(mode="keep"))
 
@@ -66,7 +62,7 @@ def test_embeddings_are_of_one_length_and_of_their_text(bench: Bench, tiny: Path
 
 def test_embeddings_that_nobody_waits_for_are_taken_back(bench: Bench, tiny: Path) -> None:
     async def body() -> None:
-        session = await bench.session(lambda: TestedEngine(tiny, "embed"))
+        session = await bench.session(lambda: TestedEmbedder(tiny))
         texts = tuple(tuple(range(5, 200)) * 10 for _ in range(64))
         asked = EmbedWork(request_id=new_request_id("test"), inputs=texts)
         embedding = asyncio.create_task(session.engine.embed(asked))
@@ -84,7 +80,7 @@ def test_embeddings_that_nobody_waits_for_are_taken_back(bench: Bench, tiny: Pat
 def test_a_diffusion_model_generates_and_is_aborted(bench: Bench, diffusion_model: Path) -> None:
     async def body() -> None:
         args = ("--dllm-algorithm", "LowConfidence", "--disable-radix-cache", "--max-running-requests", "2")
-        session = await bench.session(lambda: TestedEngine(diffusion_model, "whole", *args))
+        session = await bench.session(lambda: TestedEngine(diffusion_model, "null", *args))
         assert session.engine.capabilities.diffusion
         tokens, end, _ = await answer_of(session, work(24))
         assert len(tokens) == 24
@@ -110,7 +106,7 @@ def test_data_parallel_ranks_have_caches_of_their_own(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{min(1, (os.cpu_count() or 1) - 1)}")
 
     async def body() -> None:
-        session = await bench.session(lambda: TestedEngine(tiny, "whole", "--dp-size", "2"))
+        session = await bench.session(lambda: TestedEngine(tiny, "null", "--dp-size", "2"))
         assert session.engine.capabilities.dp_size == 2
         cached = [(await answer_of(session, work(2, dp_rank=rank)))[1].cached_tokens for rank in (0, 1, 1, 0)]
         assert cached == [0, 0, 32, 32]

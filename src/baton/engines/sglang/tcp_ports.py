@@ -1,4 +1,4 @@
-"""TCP ports that SGLang is to listen on, or to send to. Imports no SGLang."""
+"""TCP ports for SGLang to listen on or to connect to. Imports no SGLang."""
 
 import random
 import socket
@@ -6,18 +6,15 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 
-TRIES = 200
+MAX_TRIES = 200
 LOWEST = 20000
 EPHEMERAL = 32768
 
 
 def free_port(host: str) -> int:
-    """Return a port of `host` that nobody listens on, and that nobody is given by chance before it is taken.
-
-    It is below those that the system gives to outgoing connections, so only somebody who asks for it can have it.
-    """
+    """Return a free port of `host`, below the ephemeral range, so that no outgoing connection takes it meanwhile."""
     highest = _ephemeral_from() - 1
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         port = random.randint(LOWEST, max(LOWEST, highest))
         if is_free(host, port):
             return port
@@ -36,8 +33,8 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def meeting_host(host: str, dist_init_addr: str | None) -> str:
-    """Return where other engines find this one: the host of an engine over several machines, or what was said."""
+def bootstrap_host(host: str, dist_init_addr: str | None) -> str:
+    """Return the host that peers connect to: that of `dist_init_addr`, if it is given, else `host`."""
     if not dist_init_addr:
         return host
     name = _host_of(dist_init_addr)

@@ -1,4 +1,4 @@
-"""Texts to vectors, through SGLang."""
+"""Embedding requests inside SGLang."""
 
 import itertools
 from array import array
@@ -6,26 +6,23 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
-from baton.engines.sglang.foreign import Manager
-from baton.errors import BatonError, ContextTooLong, EngineFailed, InvalidRequest
+from baton.engines.sglang.sglang_types import Manager
+from baton.errors import BatonError, EngineFailed, InvalidRequest
 from baton.ports.engine import EmbedWork
 
 
-class Embedder:
-    """Embeds what it is given. Only ever touched from the event loop."""
+class EmbedRequests:
+    """Sends texts and returns their vectors. Event-loop thread only."""
 
-    def __init__(self, manager: Manager, make: Callable[..., Any], vocabulary: int, longest: int) -> None:
+    def __init__(self, manager: Manager, make: Callable[..., Any]) -> None:
         self.running = 0
         self.steps = 0
         self._manager = manager
         self._make = make
-        self._vocabulary = vocabulary
-        self._longest = longest
         self._numbers = itertools.count(1)
 
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
         """See `EmbedEngine.embed`."""
-        self._refuse_impossible(work)
         first = next(self._numbers)
         request = self._make(
             input_ids=[list(tokens) for tokens in work.inputs],
@@ -45,12 +42,3 @@ class Embedder:
         finally:
             self.running -= 1
             self.steps += 1
-
-    def _refuse_impossible(self, work: EmbedWork) -> None:
-        for tokens in work.inputs:
-            if not tokens:
-                raise InvalidRequest("input: a text has no tokens")
-            if len(tokens) > self._longest:
-                raise ContextTooLong(f"input: a text has {len(tokens)} tokens; this engine takes {self._longest}")
-            if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-                raise InvalidRequest(f"input: the model has {self._vocabulary} tokens, and no token {max(tokens)}")
