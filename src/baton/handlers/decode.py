@@ -6,7 +6,7 @@ from contextlib import aclosing
 import msgspec
 
 from baton.errors import Unsupported
-from baton.handlers.build_work import build_work
+from baton.handlers.admission import build_work
 from baton.handlers.media import LoadedMedia, MediaInput
 from baton.handlers.relay import relay
 from baton.handlers.tickets import for_engine, ticket_of

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator
 
 from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
-from baton.handlers.lease_reaper import LeaseReaper
+from baton.handlers.leases import LeaseReaper
 from baton.handlers.media import LoadedMedia, named_media
 from baton.handlers.relay import abort
 from baton.handlers.tickets import new_ticket, params_of

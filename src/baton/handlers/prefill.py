@@ -11,8 +11,8 @@ from contextlib import aclosing
 import msgspec
 
 from baton.errors import BatonError, Cancelled, PeerLost
-from baton.handlers.build_work import build_work
-from baton.handlers.lease_reaper import LeaseReaper
+from baton.handlers.admission import build_work
+from baton.handlers.leases import LeaseReaper
 from baton.handlers.media import LoadedMedia, MediaInput
 from baton.handlers.relay import abort, relay
 from baton.handlers.tickets import new_ticket, params_of, ticket_from

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from baton.handlers.build_work import build_work
+from baton.handlers.admission import build_work
 from baton.handlers.relay import relay
 from baton.ports.engine import EngineInfo, GenerateEngine
 from baton.ports.runtime import Context

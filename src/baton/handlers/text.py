@@ -7,7 +7,7 @@ from contextlib import aclosing
 from functools import partial
 
 from baton.errors import InvalidRequest, Unsupported
-from baton.handlers.build_work import build_work
+from baton.handlers.admission import build_work
 from baton.handlers.relay import relay
 from baton.handlers.stop_strings import StopMatcher
 from baton.ports.engine import EngineInfo, GenerateEngine

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, Unsupported
-from baton.handlers.build_work import build_work
+from baton.handlers.admission import build_work
 from baton.ports.engine import Capabilities, Work
 from baton.protocol.codec import decode_request
 from baton.protocol.handoff import Produce
