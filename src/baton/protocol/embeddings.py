@@ -1,6 +1,6 @@
 """The embeddings format: an OpenAI body in, vectors out. Workers that embed own their tokenizer."""
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -8,6 +8,8 @@ from baton.protocol.codec import DecodeError, Wire, convert
 from baton.protocol.requests import TokenId
 
 MAX_INPUTS = 2048  # as at OpenAI
+
+T = TypeVar("T")
 
 
 class Texts(msgspec.Struct, frozen=True, tag="texts"):
@@ -72,13 +74,14 @@ def encode_embeddings(reply: Embeddings) -> Wire:
 def _source(given: str | tuple[str | int | tuple[int, ...], ...]) -> Texts | TokenLists:
     if isinstance(given, str):
         return Texts((given,))
-    texts = tuple(item for item in given if isinstance(item, str))
-    tokens = tuple(item for item in given if isinstance(item, int))
-    lists = tuple(item for item in given if isinstance(item, tuple))
-    if len(texts) == len(given):
+    if len(texts := _only(str, given)) == len(given):
         return Texts(texts)
-    if len(tokens) == len(given):
+    if len(tokens := _only(int, given)) == len(given):
         return TokenLists((tokens,))
-    if len(lists) == len(given):
+    if len(lists := _only(tuple, given)) == len(given):
         return TokenLists(lists)
     raise DecodeError("input: texts, tokens and lists of tokens cannot be mixed")
+
+
+def _only(kind: type[T], items: tuple[object, ...]) -> tuple[T, ...]:
+    return tuple(item for item in items if isinstance(item, kind))

@@ -16,6 +16,7 @@ from baton.protocol.requests import (
     Share,
     StopConditions,
     Temperature,
+    TokenId,
 )
 
 
@@ -24,7 +25,7 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     messages: tuple[dict[str, object], ...] | None = None
-    prompt: str | tuple[str | int, ...] | None = None
+    prompt: str | tuple[str | TokenId, ...] | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     min_tokens: Count | None = None

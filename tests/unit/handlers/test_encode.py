@@ -28,6 +28,7 @@ from baton.protocol.requests import GenerateRequest
 from baton.request.gate import Gate
 from baton.request.tracker import RequestLimits, RequestTracker
 from baton.testing import RecordingObserver, eventually, run_bounded
+from baton.testing.fakes import SCRIPTED_INFO
 from baton.testing.memory_runtime import MemoryContext
 from tests.unit.handlers.handoff_fakes import FakeProducer
 from tests.unit.media.media_fakes import EncodingEngine, FakeLoader
@@ -54,7 +55,7 @@ class Encoder:
         self.context = MemoryContext()
         limits = RequestLimits(request_timeout_s=request_timeout_s, abort_timeout_s=0.5)
         tracker = RequestTracker(self.gate, limits, self.observer, "encode", self.fatal.append)
-        self.handler = EncodeHandler(self.engine, tracker, self.loader, self.producer)
+        self.handler = EncodeHandler(self.engine, SCRIPTED_INFO, tracker, self.loader, self.producer)
 
     async def encode(self, asked: GenerateRequest | None = None) -> list[Chunk]:
         return [chunk async for chunk in self.handler.generate(asked or request(), self.context)]
@@ -65,7 +66,7 @@ class Encoder:
         return record.state
 
 
-def test_one_chunk_ends_the_answer_and_has_a_ticket_beside_the_engines_words() -> None:
+def test_one_final_chunk_carries_the_ticket_and_the_engines_parameters() -> None:
     async def body() -> None:
         encoder = Encoder()
         [chunk] = await encoder.encode()
@@ -80,14 +81,14 @@ def test_one_chunk_ends_the_answer_and_has_a_ticket_beside_the_engines_words() -
         assert chunk.encoder_result is not None
         ticket, params = encoder_ticket(chunk.encoder_result)
         assert params == {"handle": str(work.request_id)}
-        assert encoder.producer.lent == [(ticket, 3)]
+        assert encoder.producer.offers == [(ticket, 3)]
         assert encoder.ended() is State.COMPLETED
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize("end", ["taken", "expired", "gone"])
-def test_d16_what_was_made_outlives_the_call_and_is_freed_when_its_lease_ends(end: str) -> None:
+def test_d16_encoded_media_outlive_the_request_and_are_freed_when_the_lease_ends(end: str) -> None:
     async def body() -> None:
         encoder = Encoder()
         await encoder.encode()
@@ -103,7 +104,7 @@ def test_d16_what_was_made_outlives_the_call_and_is_freed_when_its_lease_ends(en
     run_bounded(body())
 
 
-def test_d16_a_client_that_leaves_while_media_are_fetched_leaves_nothing() -> None:
+def test_d16_cancellation_while_media_are_fetched_encodes_nothing() -> None:
     async def body() -> None:
         encoder = Encoder(loader=FakeLoader(gate=asyncio.Event()))
         call = asyncio.create_task(encoder.encode())
@@ -118,7 +119,7 @@ def test_d16_a_client_that_leaves_while_media_are_fetched_leaves_nothing() -> No
 
 
 @pytest.mark.parametrize("how", ["leaves", "deadline", "shutdown", "task"])
-def test_d16_a_call_that_ends_while_the_engine_encodes_takes_the_work_back(how: str) -> None:
+def test_d16_a_request_that_ends_while_the_engine_encodes_withdraws_the_work(how: str) -> None:
     async def body() -> None:
         encoder = Encoder(EncodingEngine(gate=asyncio.Event()), request_timeout_s=0.05 if how == "deadline" else 60.0)
         call = asyncio.create_task(encoder.encode())
@@ -143,7 +144,7 @@ def test_d16_a_call_that_ends_while_the_engine_encodes_takes_the_work_back(how: 
     run_bounded(body())
 
 
-def test_d16_a_reply_that_cannot_be_sent_frees_what_was_made() -> None:
+def test_d16_a_reply_that_cannot_be_sent_frees_the_encoded_media() -> None:
     async def body() -> None:
         encoder = Encoder()
         replies = encoder.handler.generate(request(), encoder.context)
@@ -158,7 +159,7 @@ def test_d16_a_reply_that_cannot_be_sent_frees_what_was_made() -> None:
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("bad"), EngineFailed("failed"), EngineDead("dead")])
-def test_d16_an_engine_that_fails_is_told_to_abort(error: BatonError) -> None:
+def test_d16_a_failed_encode_is_aborted(error: BatonError) -> None:
     async def body() -> None:
         encoder = Encoder(EncodingEngine(error=error))
         with pytest.raises(type(error)):
@@ -177,11 +178,11 @@ def test_d16_an_engine_that_fails_is_told_to_abort(error: BatonError) -> None:
         (request(media={"image_url": []}), InvalidRequest, "nothing to encode"),
         (request(tokens=()), InvalidRequest, "token_ids"),
         (request(media={"image_url": ["file:///etc/passwd"]}), InvalidRequest, r"image_url\[0\]: only http"),
-        (request(media={"video_url": ["https://a"]}), Unsupported, r"video_url\[0\]: this engine encodes image"),
+        (request(media={"video_url": ["https://a"]}), Unsupported, r"video_url: this engine takes image only"),
         (request(media={"image_url": [{"Decoded": {}}]}), Unsupported, r"image_url\[0\].*decoded"),
     ],
 )
-def test_what_cannot_be_encoded_is_refused_before_anything_is_fetched(
+def test_a_request_that_cannot_be_encoded_is_refused_before_media_are_fetched(
     asked: GenerateRequest, error: type[BatonError], why: str
 ) -> None:
     async def body() -> None:
@@ -195,7 +196,7 @@ def test_what_cannot_be_encoded_is_refused_before_anything_is_fetched(
     run_bounded(body())
 
 
-def test_media_that_cannot_be_had_never_reach_the_engine() -> None:
+def test_media_that_cannot_be_fetched_never_reach_the_engine() -> None:
     async def body() -> None:
         encoder = Encoder(loader=FakeLoader(error=InvalidRequest("multi_modal_data.image_url[0]: not found")))
         with pytest.raises(InvalidRequest, match="not found"):
@@ -205,7 +206,7 @@ def test_media_that_cannot_be_had_never_reach_the_engine() -> None:
     run_bounded(body())
 
 
-def test_a_full_worker_refuses() -> None:
+def test_a_worker_at_its_limit_refuses() -> None:
     async def body() -> None:
         encoder = Encoder(EncodingEngine(gate=asyncio.Event()))
         calls = [asyncio.create_task(encoder.encode()) for _ in range(4)]
@@ -220,19 +221,19 @@ def test_a_full_worker_refuses() -> None:
     run_bounded(body())
 
 
-def test_d17_a_trial_reaches_the_engine_and_leaves_nothing() -> None:
+def test_d17_a_probe_encodes_an_image_and_frees_it() -> None:
     async def body() -> None:
         encoder = Encoder()
         picture = MediaFile(modality="image", data=b"x")
-        await encoder.handler.trial((7,), picture, encoder.context)
+        await encoder.handler.probe((7,), picture, encoder.context)
         assert [work.media for work in encoder.engine.encoded] == [(picture,)]
         assert encoder.engine.held == set()
         assert encoder.producer.leases == []
         refusing = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
-        await refusing.handler.trial((7,), picture, refusing.context)
+        await refusing.handler.probe((7,), picture, refusing.context)
         for error in (EngineFailed("failed"), EngineDead("dead")):
             ill = Encoder(EncodingEngine(error=error))
             with pytest.raises(type(error)):
-                await ill.handler.trial((7,), picture, ill.context)
+                await ill.handler.probe((7,), picture, ill.context)
 
     run_bounded(body())

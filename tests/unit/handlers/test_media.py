@@ -23,7 +23,7 @@ from baton.request.tracker import RequestLimits, RequestTracker
 from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import SCRIPTED_INFO, Script
 from baton.testing.memory_runtime import MemoryContext
-from tests.unit.handlers.handoff_fakes import Bench, FakeConsumer, FakeProducer
+from tests.unit.handlers.handoff_fakes import FakeConsumer, FakeProducer, Harness
 from tests.unit.media.media_fakes import FakeLoader
 
 TICKET = Ticket(host="10.0.0.1", port=4000, room=5, secret=b"\x01\x02")
@@ -68,7 +68,7 @@ async def collect(chunks: AsyncGenerator[Chunk, None]) -> list[Chunk]:
     return [chunk async for chunk in chunks]
 
 
-def test_media_of_a_request_are_fetched_for_an_engine_that_sees() -> None:
+def test_media_are_fetched_for_an_engine_with_the_modality() -> None:
     async def body() -> None:
         house = House(can=SEES)
         await house.compute(request(multi_modal_data=URLS))
@@ -86,14 +86,14 @@ def test_media_of_a_request_are_fetched_for_an_engine_that_sees() -> None:
     [
         (request(multi_modal_data=URLS), Capabilities(), Unsupported, r"multi_modal_data\.image_url: .*text only"),
         (request(multi_modal_data={"video_url": ["https://a"]}), SEES, Unsupported, r"multi_modal_data\.video_url"),
-        (request(multi_modal_data=URLS), READS, Unsupported, "none has encoded them"),
+        (request(multi_modal_data=URLS), READS, Unsupported, "none has encoded these"),
         (request(multi_modal_data={"image_url": ["file:///x"]}), SEES, InvalidRequest, "only http"),
         (request(encoder_result=RESULT), SEES, Unsupported, "encoder_result: this engine"),
         (request(encoder_result={}), READS, InvalidRequest, "encoder_result.*ticket"),
         (request(encoder_result={"ticket": {"host": "a"}}), READS, InvalidRequest, "encoder_result"),
     ],
 )
-def test_what_the_engine_cannot_take_is_refused_by_name_before_anything_is_fetched(
+def test_unsupported_media_are_refused_by_field_before_anything_is_fetched(
     asked: GenerateRequest, can: Capabilities, error: type[BatonError], why: str
 ) -> None:
     async def body() -> None:
@@ -108,17 +108,17 @@ def test_what_the_engine_cannot_take_is_refused_by_name_before_anything_is_fetch
     run_bounded(body())
 
 
-def test_handles_reach_the_engine_once_the_room_is_ours_and_are_told_as_used() -> None:
+def test_handles_reach_the_engine_after_the_claim_is_accepted() -> None:
     async def body() -> None:
         first = asyncio.Event()
         house = House([first, *ONE])
         answer = asyncio.create_task(house.compute(request(encoder_result=RESULT, multi_modal_data=URLS)))
-        await eventually(lambda: bool(house.consumer.loans))
-        [claim] = house.consumer.loans
+        await eventually(lambda: bool(house.consumer.claims))
+        [claim] = house.consumer.claims
         assert house.consumer.tickets == [TICKET]
         await asyncio.sleep(0.02)
         assert house.engine.submitted == [], "until it is claimed, it may have been freed"
-        claim.met.set_result(("", 0))
+        claim.accepted.set_result(("", 0))
         await eventually(lambda: bool(house.engine.submitted))
         assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
         assert house.loader.named == [], "nothing is fetched a second time"
@@ -131,13 +131,13 @@ def test_handles_reach_the_engine_once_the_room_is_ours_and_are_told_as_used() -
     run_bounded(body())
 
 
-def test_d16_a_request_that_loses_what_was_encoded_for_it_moves() -> None:
+def test_d16_a_request_that_loses_its_encoded_media_is_retryable() -> None:
     async def body() -> None:
         house = House([asyncio.Event()])
         answer = asyncio.create_task(house.compute(request(encoder_result=RESULT)))
-        await eventually(lambda: bool(house.consumer.loans))
-        [claim] = house.consumer.loans
-        claim.met.set_result(("", 0))
+        await eventually(lambda: bool(house.consumer.claims))
+        [claim] = house.consumer.claims
+        claim.accepted.set_result(("", 0))
         await eventually(lambda: bool(house.engine.submitted))
         claim.on_lost(PeerLost("the line went dead"))
         with pytest.raises(PeerLost, match=r"encode worker.*the line went dead") as loss:
@@ -150,14 +150,14 @@ def test_d16_a_request_that_loses_what_was_encoded_for_it_moves() -> None:
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-def test_d16_a_client_that_leaves_gives_the_loan_back(claimed: bool) -> None:
+def test_d16_cancellation_closes_the_media_claim(claimed: bool) -> None:
     async def body() -> None:
         house = House([asyncio.Event()])
         answer = asyncio.create_task(house.compute(request(encoder_result=RESULT)))
-        await eventually(lambda: bool(house.consumer.loans))
-        [claim] = house.consumer.loans
+        await eventually(lambda: bool(house.consumer.claims))
+        [claim] = house.consumer.claims
         if claimed:
-            claim.met.set_result(("", 0))
+            claim.accepted.set_result(("", 0))
             await eventually(lambda: bool(house.engine.submitted))
         house.context.cancel()
         with pytest.raises(Cancelled):
@@ -170,13 +170,13 @@ def test_d16_a_client_that_leaves_gives_the_loan_back(claimed: bool) -> None:
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_prefill_keeps_media_on_loan_as_long_as_its_own_kv(taken: bool) -> None:
+def test_a_prefill_keeps_media_claimed_as_long_as_its_kv(taken: bool) -> None:
     async def body() -> None:
         house = House([HandoffReady({"kv": 1}), *ONE])
         answer = asyncio.create_task(collect(house.prefill.generate(request(encoder_result=RESULT), house.context)))
-        await eventually(lambda: bool(house.consumer.loans))
-        [claim] = house.consumer.loans
-        claim.met.set_result(("", 0))
+        await eventually(lambda: bool(house.consumer.claims))
+        [claim] = house.consumer.claims
+        claim.accepted.set_result(("", 0))
         await answer
         assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
         await asyncio.sleep(0.02)
@@ -193,13 +193,13 @@ def test_a_prefill_keeps_media_on_loan_as_long_as_its_own_kv(taken: bool) -> Non
     run_bounded(body())
 
 
-def test_a_prefill_that_fails_gives_the_loan_back() -> None:
+def test_a_failed_prefill_closes_the_media_claim() -> None:
     async def body() -> None:
         house = House([PeerLost("lost")])
         answer = asyncio.create_task(collect(house.prefill.generate(request(encoder_result=RESULT), house.context)))
-        await eventually(lambda: bool(house.consumer.loans))
-        [claim] = house.consumer.loans
-        claim.met.set_result(("", 0))
+        await eventually(lambda: bool(house.consumer.claims))
+        [claim] = house.consumer.claims
+        claim.accepted.set_result(("", 0))
         with pytest.raises(PeerLost):
             await answer
         assert (claim.was_taken, claim.closed >= 1) == (0, True)
@@ -222,26 +222,26 @@ def test_d27_a_decode_does_not_fetch_what_is_in_the_kv_already() -> None:
     run_bounded(body())
 
 
-def test_a_decode_that_computes_by_itself_takes_media_like_any_other() -> None:
+def test_a_decode_without_kv_loads_media() -> None:
     async def body() -> None:
         house = House()
         answer = asyncio.create_task(collect(house.decode.generate(request(encoder_result=RESULT), house.context)))
-        await eventually(lambda: bool(house.consumer.loans))
-        house.consumer.loans[0].met.set_result(("", 0))
+        await eventually(lambda: bool(house.consumer.claims))
+        house.consumer.claims[0].accepted.set_result(("", 0))
         await answer
         assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
 
     run_bounded(body())
 
 
-def test_a_handler_without_an_intake_takes_text() -> None:
+def test_a_handler_without_a_media_loader_refuses_media() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ONE, capabilities=SEES))
-        with pytest.raises(Unsupported, match="fetches no media"):
-            await collect(bench.decode.generate(request(multi_modal_data=URLS), bench.context))
+        harness = Harness(ScriptedEngine(ONE, capabilities=SEES))
+        with pytest.raises(Unsupported, match="does not fetch media"):
+            await collect(harness.decode.generate(request(multi_modal_data=URLS), harness.context))
 
     run_bounded(body())
 
 
-def test_the_encoders_result_is_not_lost_when_a_request_is_forwarded() -> None:
+def test_the_encoder_result_is_forwarded() -> None:
     assert encode_request(request(encoder_result=RESULT))["encoder_result"] == RESULT

@@ -91,7 +91,7 @@ def reasons(chunks: list[dict[str, Any]]) -> list[str | None]:
 END = Finished(FinishReason.EOS)
 
 
-def test_a_completion_answers_with_text_and_then_its_usage() -> None:
+def test_a_completion_returns_text_then_usage() -> None:
     chunks = answer([*say("hello"), END])
     assert text_of(chunks) == "hello"
     assert reasons(chunks)[-1] == "stop"
@@ -103,7 +103,7 @@ def test_a_completion_answers_with_text_and_then_its_usage() -> None:
     assert {chunk["id"] for chunk in chunks} == {"cmpl-me"}
 
 
-def test_a_chat_goes_through_the_template_and_names_its_role_once() -> None:
+def test_a_chat_is_rendered_by_the_template_and_its_role_sent_once() -> None:
     engine = ScriptedEngine([*say("a"), 0.01, *say("b"), 0.01, END])
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     chunks = run_bounded(Desktop(engine).chunks(model="m", messages=messages, stream=True))
@@ -124,12 +124,12 @@ def test_a_chat_goes_through_the_template_and_names_its_role_once() -> None:
         ({"stream": True, "stream_options": {"include_usage": False}}, False),
     ],
 )
-def test_usage_is_told_unless_a_stream_has_not_asked_for_it(body: dict[str, Any], told: bool) -> None:
+def test_usage_is_sent_unless_a_stream_does_not_ask_for_it(body: dict[str, Any], told: bool) -> None:
     chunks = answer([*say("a"), END], **body)
     assert any("usage" in chunk for chunk in chunks) is told
 
 
-def test_a_stop_string_ends_the_answer_and_is_not_shown() -> None:
+def test_a_stop_string_ends_the_answer_and_is_not_sent() -> None:
     engine = ScriptedEngine(say("one END two"))
     desktop = Desktop(engine)
     chunks = run_bounded(desktop.chunks(model="m", prompt="hi", stop=["END", "never"]))
@@ -140,12 +140,12 @@ def test_a_stop_string_ends_the_answer_and_is_not_shown() -> None:
     assert [record.state for record in desktop.observer.records] == [State.COMPLETED]
 
 
-def test_text_that_only_looked_like_a_stop_string_is_shown_at_the_end() -> None:
+def test_a_partial_stop_string_is_sent_at_the_end() -> None:
     chunks = answer([*say("the EN"), END], stop="END")
     assert text_of(chunks) == "the EN"
 
 
-def test_choices_stop_each_for_itself() -> None:
+def test_stop_strings_end_each_choice_separately() -> None:
     script = [*say("abX", 0), *say("abc", 1), 0.01, *say("dX", 1), 0.01, *say("more", 0)]
     chunks = answer(script, Capabilities(max_choices=2), n=2, stop="X")
     assert [text_of(chunks, index) for index in (0, 1)] == ["ab", "abcd"]
@@ -162,7 +162,7 @@ def test_choices_stop_each_for_itself() -> None:
         (FinishReason.CONTENT_FILTER, "content_filter"),
     ],
 )
-def test_finish_reasons_are_openais(reason: FinishReason, openai: str) -> None:
+def test_finish_reasons_are_those_of_openai(reason: FinishReason, openai: str) -> None:
     assert reasons(answer([*say("a"), Finished(reason)]))[-1] == openai
 
 
@@ -176,7 +176,7 @@ def test_options_reach_the_engine() -> None:
     assert (work.sampling.min_p, work.sampling.presence_penalty) == (0.1, 1.0)
 
 
-def test_max_completion_tokens_comes_before_max_tokens() -> None:
+def test_max_completion_tokens_overrides_max_tokens() -> None:
     engine = ScriptedEngine([END])
     run_bounded(Desktop(engine).chunks(model="m", prompt="hi", max_tokens=9, max_completion_tokens=4))
     assert engine.submitted[0].max_tokens == 4
@@ -196,7 +196,6 @@ def test_a_prompt_is_one_text_or_one_list_of_tokens(prompt: object) -> None:
         ({"prompt": []}, InvalidRequest, "prompt"),
         ({"prompt": ["a", "b"]}, InvalidRequest, "prompt"),
         ({"prompt": [1, "b"]}, InvalidRequest, "prompt"),
-        ({"prompt": [-1]}, InvalidRequest, "prompt"),
         ({"messages": []}, InvalidRequest, "messages"),
         ({"prompt": "hi", "logprobs": 1}, Unsupported, "logprobs"),
         ({"prompt": "hi", "logprobs": True}, Unsupported, "logprobs"),
@@ -206,7 +205,7 @@ def test_a_prompt_is_one_text_or_one_list_of_tokens(prompt: object) -> None:
         ({"prompt": "hi", "n": 2}, Unsupported, "n:"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(body: dict[str, Any], error: type[BatonError], field: str) -> None:
+def test_an_unsupported_request_is_refused_by_field(body: dict[str, Any], error: type[BatonError], field: str) -> None:
     engine = ScriptedEngine([END])
     desktop = Desktop(engine)
     with pytest.raises(error) as refusal:
@@ -223,6 +222,7 @@ def test_what_cannot_be_served_is_refused_by_name(body: dict[str, Any], error: t
         ({"model": "m"}, "messages"),
         ({"model": "m", "prompt": "hi", "messages": []}, "messages"),
         ({"model": "m", "prompt": {}}, "prompt"),
+        ({"model": "m", "prompt": [-1]}, "prompt"),
         ({"model": "m", "prompt": "hi", "max_tokens": 0}, "max_tokens"),
         ({"model": "m", "prompt": "hi", "temperature": "hot"}, "temperature"),
         ({"model": "m", "messages": "hi"}, "messages"),
@@ -244,7 +244,7 @@ def test_empty_stop_strings_are_ignored() -> None:
     assert text_of(answer([*say("abc"), END], stop="")) == "abc"
 
 
-def test_a_client_that_leaves_aborts_the_answer() -> None:
+def test_cancellation_aborts_the_answer() -> None:
     async def body() -> None:
         engine = ScriptedEngine(say("a"))
         desktop = Desktop(engine)
@@ -260,7 +260,7 @@ def test_a_client_that_leaves_aborts_the_answer() -> None:
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve ☃ snow", "👩‍👩‍👧 family", "🎉" * 5])
-def test_the_bundled_tokenizer_brings_any_text_back_whole(text: str) -> None:
+def test_the_bundled_tokenizer_round_trips_any_text(text: str) -> None:
     async def body() -> None:
         engine = EchoEngine()
         async with running(engine) as info:
@@ -272,7 +272,7 @@ def test_the_bundled_tokenizer_brings_any_text_back_whole(text: str) -> None:
     run_bounded(body())
 
 
-def test_the_event_loop_turns_while_a_long_text_becomes_tokens() -> None:
+def test_tokenising_a_long_text_does_not_block_the_event_loop() -> None:
     async def body() -> None:
         engine, clock = EchoEngine(EchoOptions(context=1000)), asyncio.get_running_loop().time
         async with running(engine) as info:
@@ -297,7 +297,7 @@ def test_the_event_loop_turns_while_a_long_text_becomes_tokens() -> None:
         [{}],
     ],
 )
-def test_messages_of_any_shape_are_answered_or_refused_as_the_clients_mistake(messages: list[dict[str, Any]]) -> None:
+def test_messages_of_any_shape_are_answered_or_invalid(messages: list[dict[str, Any]]) -> None:
     async def body() -> None:
         engine = EchoEngine()
         async with running(engine) as info:
@@ -318,7 +318,7 @@ def test_messages_of_any_shape_are_answered_or_refused_as_the_clients_mistake(me
         "{% for i in range(99999999) %}{{ 1 // 0 }}{% endfor %}",
     ],
 )
-def test_a_template_that_fails_on_the_messages_is_the_clients_mistake(template: str, tmp_path: Path) -> None:
+def test_a_template_that_fails_on_the_messages_is_an_invalid_request(template: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((MODEL_DIR / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(InvalidRequest, match="messages"):

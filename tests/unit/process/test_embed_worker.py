@@ -62,7 +62,7 @@ def endpoint_of(runtime: MemoryRuntime) -> MemoryEndpoint:
     return endpoint
 
 
-def test_a_worker_that_embeds_says_so_and_does(directory: Path) -> None:
+def test_an_embed_worker_registers_its_surface_and_embeds(directory: Path) -> None:
     async def body() -> None:
         async with living(Embedder(directory)) as (worker, runtime):
             card = endpoint_of(runtime).card
@@ -85,7 +85,7 @@ def test_a_worker_that_embeds_says_so_and_does(directory: Path) -> None:
     run_bounded(body())
 
 
-def test_a_failing_canary_takes_it_out_and_brings_it_back(directory: Path) -> None:
+def test_a_failing_canary_deregisters_the_worker_until_it_recovers(directory: Path) -> None:
     async def body() -> None:
         engine = Embedder(directory)
         async with living(engine, canary_interval_s=0.01) as (_, runtime):
@@ -101,7 +101,7 @@ def test_a_failing_canary_takes_it_out_and_brings_it_back(directory: Path) -> No
 
 
 @pytest.mark.parametrize("role", ["aggregated", "embed"])
-def test_a_role_that_the_engine_cannot_fill_is_refused(directory: Path, role: str) -> None:
+def test_a_role_that_the_engine_cannot_serve_is_refused(directory: Path, role: str) -> None:
     async def body() -> None:
         engine = Embedder(directory) if role == "aggregated" else EchoEngine()
         with pytest.raises(ConfigError, match=role):
@@ -113,7 +113,7 @@ def test_a_role_that_the_engine_cannot_fill_is_refused(directory: Path, role: st
 # From settings to an engine
 
 
-def test_a_model_is_found_and_named_once(directory: Path) -> None:
+def test_preparing_a_model_is_idempotent(directory: Path) -> None:
     prepared = prepare_model(msgspec.structs.replace(Settings(), engine="echo", model=str(directory)))
     assert (prepared.model, prepared.name) == (str(directory), directory.name)
     assert prepare_model(prepared) == prepared
@@ -122,7 +122,7 @@ def test_a_model_is_found_and_named_once(directory: Path) -> None:
     assert prepare_model(msgspec.structs.replace(Settings(), engine="echo")).name == "echo"
 
 
-def test_the_torch_engine_embeds_with_encoders(directory: Path) -> None:
+def test_the_torch_engine_embeds_with_encoder_models(directory: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     prepared = prepare_model(msgspec.structs.replace(Settings(), engine="torch", model=str(directory)))

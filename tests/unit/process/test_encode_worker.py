@@ -112,7 +112,7 @@ def test_d14_an_encode_worker_does_not_wait_for_ever_for_a_reader() -> None:
     run_bounded(body())
 
 
-def test_d16_a_worker_that_leaves_waits_for_those_who_use_what_it_holds() -> None:
+def test_d16_a_draining_encode_worker_waits_for_its_leases() -> None:
     async def body() -> None:
         runtime, engine = MemoryRuntime(), CountedEcho()
         async with living(runtime, engine, "encode", kv=KvTransferOptions(claim_timeout_s=0.2)):
@@ -123,7 +123,7 @@ def test_d16_a_worker_that_leaves_waits_for_those_who_use_what_it_holds() -> Non
     run_bounded(body())
 
 
-def test_an_encode_worker_is_announced_as_one_and_probes_its_engine() -> None:
+def test_an_encode_worker_registers_its_type_and_probes_its_engine() -> None:
     async def body() -> None:
         runtime, engine = MemoryRuntime(), CountedEcho()
         async with living(runtime, engine, "encode") as endpoint:
@@ -140,7 +140,7 @@ def test_an_encode_worker_is_announced_as_one_and_probes_its_engine() -> None:
     run_bounded(body())
 
 
-def test_a_worker_that_wants_encoders_says_so() -> None:
+def test_a_worker_with_media_encoders_registers_that_need() -> None:
     async def body() -> None:
         for encoders, needs in ((True, (("encode",),)), (False, ())):
             engine = EchoEngine(EchoOptions(media=True))
@@ -164,7 +164,7 @@ def test_media_are_fetched_under_the_workers_policy() -> None:
     run_bounded(body())
 
 
-def test_only_an_engine_that_encodes_fills_the_role() -> None:
+def test_only_an_engine_that_encodes_serves_the_role() -> None:
     with pytest.raises(ConfigError, match="role encode"):
         role_of(Settings(role="encode"), Capabilities())
     with pytest.raises(ConfigError, match="--media-encoders"):
@@ -174,12 +174,12 @@ def test_only_an_engine_that_encodes_fills_the_role() -> None:
     assert role_of(Settings(role="encode"), Capabilities(media_encoding=True)) == "encode"
 
 
-def test_encode_workers_take_tokens() -> None:
+def test_encode_workers_require_token_input() -> None:
     with pytest.raises(ConfigError, match="--model-input text"):
         load({"role": "encode", "model_input": "text"}, {}, None)
 
 
-def test_the_role_makes_tensorrt_llm_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_encode_role_builds_the_tensorrt_llm_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     engine = build_engine(Settings(engine="trtllm", role="encode", model="somewhere", name="model"))
     assert isinstance(engine, TrtllmEncoder)

@@ -92,7 +92,7 @@ def listens(address: tuple[str | None, int | None]) -> bool:
         return probe.connect_ex((str(address[0]), int(address[1] or 0))) == 0
 
 
-def test_a_prefill_worker_is_announced_as_one() -> None:
+def test_a_prefill_worker_registers_its_type_and_address() -> None:
     async def body() -> None:
         async with living("prefill") as house:
             card = house.card
@@ -105,7 +105,7 @@ def test_a_prefill_worker_is_announced_as_one() -> None:
     run_bounded(body())
 
 
-def test_a_decode_worker_is_announced_as_one() -> None:
+def test_a_decode_worker_registers_its_type_without_address() -> None:
     async def body() -> None:
         async with living("decode") as house:
             card = house.card
@@ -119,7 +119,7 @@ def test_a_decode_worker_is_announced_as_one() -> None:
 
 
 @pytest.mark.parametrize(("style", "told"), [("auto", True), ("early", True), ("late", False)])
-def test_the_address_is_told_only_when_the_hand_off_is_early(style: Any, told: bool) -> None:
+def test_the_address_is_registered_only_for_early_handoff(style: Any, told: bool) -> None:
     async def body() -> None:
         async with living("prefill", kv=KvTransferOptions(handoff=style)) as house:
             assert (house.card.handoff_host is not None) is told
@@ -128,7 +128,7 @@ def test_the_address_is_told_only_when_the_hand_off_is_early(style: Any, told: b
     run_bounded(body())
 
 
-def test_workers_whose_kv_is_not_alike_do_not_start() -> None:
+def test_workers_with_different_kv_shapes_do_not_start() -> None:
     async def body() -> None:
         runtime = MemoryRuntime()
         other = msgspec.structs.replace(SHAPE, block_size=32)
@@ -141,7 +141,7 @@ def test_workers_whose_kv_is_not_alike_do_not_start() -> None:
     run_bounded(body())
 
 
-def test_a_prefill_worker_that_leaves_waits_for_its_open_rooms() -> None:
+def test_a_draining_prefill_worker_waits_for_its_open_rooms() -> None:
     async def body() -> None:
         async with living("prefill", drain_timeout_s=1.0, kv=KvTransferOptions(handoff="late")) as house:
             await house.call()
@@ -156,7 +156,7 @@ def test_a_prefill_worker_that_leaves_waits_for_its_open_rooms() -> None:
     run_bounded(body())
 
 
-def test_load_is_told_to_routers_for_every_role() -> None:
+def test_load_is_published_for_every_role() -> None:
     async def body() -> None:
         house = House("decode", MemoryRuntime())
         load = LoadSnapshot(running=1, waiting=0, used_blocks=3, total_blocks=8)
@@ -174,13 +174,13 @@ def test_load_is_told_to_routers_for_every_role() -> None:
 @pytest.mark.parametrize(
     ("role", "can", "named"),
     [
-        ("prefill", Capabilities(), "cannot hand KV"),
-        ("decode", Capabilities(), "cannot hand KV"),
-        ("decode", Capabilities(generate=False, embeddings=True), "cannot fill the role decode"),
-        ("embed", Capabilities(), "cannot fill the role embed"),
+        ("prefill", Capabilities(), "does not support KV handoff"),
+        ("decode", Capabilities(), "does not support KV handoff"),
+        ("decode", Capabilities(generate=False, embeddings=True), "cannot serve the role decode"),
+        ("embed", Capabilities(), "cannot serve the role embed"),
     ],
 )
-def test_an_engine_that_cannot_fill_the_role_is_refused(role: Any, can: Capabilities, named: str) -> None:
+def test_an_engine_that_cannot_serve_the_role_is_refused(role: Any, can: Capabilities, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         role_of(Settings(role=role), can)
 
@@ -195,7 +195,7 @@ def moving(role: Role, engine: ScriptedEngine, handoff: str = "auto") -> House:
 
 
 @pytest.mark.parametrize(("style", "told"), [(HandoffStyle.EARLY, True), (HandoffStyle.LATE, False)])
-def test_an_engine_that_moves_kv_by_itself_has_rooms_too(style: HandoffStyle, told: bool) -> None:
+def test_an_engine_that_moves_kv_itself_has_rooms_too(style: HandoffStyle, told: bool) -> None:
     async def body() -> None:
         info = msgspec.structs.replace(SCRIPTED_INFO, handoff_host="10.0.0.9", handoff_port=8998)
         engine = ScriptedEngine(WELL, capabilities=Capabilities(handoff=style), info=info)
@@ -212,7 +212,7 @@ def test_an_engine_that_moves_kv_by_itself_has_rooms_too(style: HandoffStyle, to
 
 
 @pytest.mark.parametrize(("style", "asked"), [(HandoffStyle.EARLY, "late"), (HandoffStyle.LATE, "early")])
-def test_an_engine_that_moves_kv_by_itself_has_one_style(style: HandoffStyle, asked: str) -> None:
+def test_an_engine_that_moves_kv_itself_has_one_handoff_style(style: HandoffStyle, asked: str) -> None:
     async def body() -> BatonError:
         house = moving("prefill", ScriptedEngine(WELL, capabilities=Capabilities(handoff=style)), asked)
         with pytest.raises(ConfigError) as refused:
