@@ -48,7 +48,7 @@ def nothing(tracked: TrackedRequest) -> None:
     pass
 
 
-def test_a_request_that_went_well_is_completed_and_counted_out() -> None:
+def test_a_successful_request_is_completed_and_leaves_the_gate() -> None:
     async def body() -> None:
         office = Office()
         with office.tracker.track(MemoryContext("me"), 3) as tracked:
@@ -88,7 +88,7 @@ def test_a_request_that_went_well_is_completed_and_counted_out() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else getattr(value, "__name__", value),
 )
-def test_every_error_ends_in_its_state_and_is_raised_on(
+def test_every_error_sets_its_terminal_state_and_is_raised(
     error: BaseException, before: Callable[[TrackedRequest], None], state: State
 ) -> None:
     async def body() -> None:
@@ -110,7 +110,7 @@ def test_every_error_ends_in_its_state_and_is_raised_on(
     run_bounded(body())
 
 
-def test_only_errors_that_harm_the_worker_are_fatal() -> None:
+def test_only_errors_of_scope_worker_are_fatal() -> None:
     async def body() -> None:
         office = Office()
         for error in (EngineFailed("mine alone"), EngineDead("all of us")):
@@ -143,7 +143,7 @@ def test_a_request_that_the_gate_refuses_is_recorded_and_never_runs(
     run_bounded(body())
 
 
-def test_a_client_that_leaves_fires_the_scope() -> None:
+def test_cancellation_by_the_client_fires_the_scope() -> None:
     async def body() -> None:
         office = Office()
         context = MemoryContext()
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_fires_the_scope() -> None:
     run_bounded(body())
 
 
-def test_a_client_that_left_before_is_noticed_at_once() -> None:
+def test_cancellation_before_admission_fires_the_scope_at_once() -> None:
     async def body() -> None:
         office = Office()
         context = MemoryContext()
