@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 class Texts(msgspec.Struct, frozen=True, tag="texts"):
-    """What to embed, as written."""
+    """Inputs as text."""
 
     items: tuple[str, ...]
 
 
 class TokenLists(msgspec.Struct, frozen=True, tag="tokens"):
-    """What to embed, as tokens; they are taken as they are, with no special tokens added."""
+    """Inputs as tokens; no special tokens are added."""
 
     items: tuple[tuple[int, ...], ...]
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Things to embed: at least one and at most MAX_INPUTS, none of them empty."""
+    """Inputs to embed: at least one and at most MAX_INPUTS, none of them empty."""
 
     model: str
     source: Texts | TokenLists
@@ -33,7 +33,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
-    """One vector for each input: base64 of 32-bit floats, little-endian. The frontend makes numbers of them."""
+    """One vector for each input: base64 of 32-bit floats, little-endian. The frontend decodes them."""
 
     model: str
     vectors: tuple[str, ...]
@@ -65,7 +65,7 @@ def decode_embed(raw: object) -> EmbedRequest:
 
 
 def encode_embeddings(reply: Embeddings) -> Wire:
-    """Return `reply` in OpenAI's words."""
+    """Return `reply` in OpenAI's format."""
     data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(reply.vectors)]
     usage = {"prompt_tokens": reply.prompt_tokens, "total_tokens": reply.prompt_tokens}
     return {"object": "list", "data": data, "model": reply.model, "usage": usage}

@@ -100,7 +100,7 @@ def test_kv_that_decode_does_not_want_ends_the_prefill_without_an_error(computed
     run_bounded(body())
 
 
-@pytest.mark.parametrize("error", [PeerLost("gone"), EngineFailed("the decode's step failed")])
+@pytest.mark.parametrize("error", [PeerLost("lost"), EngineFailed("the decode's step failed")])
 def test_a_lost_lease_ends_the_prefill_without_an_error(error: BatonError) -> None:
     async def body() -> None:
         harness = Harness(ScriptedEngine(PREFILL))
@@ -177,7 +177,7 @@ def test_a_refused_prefill_refuses_its_ticket() -> None:
 
 def test_a_room_declined_before_it_opens_ends_the_prefill_without_an_error() -> None:
     async def body() -> None:
-        harness = Harness(ScriptedEngine(PREFILL), FakeProducer(Cancelled("it has left")))
+        harness = Harness(ScriptedEngine(PREFILL), FakeProducer(Cancelled("declined")))
         [chunk] = await collect(harness.prefill.generate(request(), harness.context))
         assert chunk.disaggregated_params == {}
         assert chunk.finish_reason is FinishReason.LENGTH
@@ -279,7 +279,7 @@ def test_decode_claims_places_the_kv_and_continues() -> None:
     run_bounded(body())
 
 
-@pytest.mark.parametrize("error", [PeerLost("gone"), InvalidRequest("the prefill refused it")])
+@pytest.mark.parametrize("error", [PeerLost("lost"), InvalidRequest("the prefill refused it")])
 def test_a_decode_that_loses_its_kv_fails_with_the_reason(error: BatonError) -> None:
     async def body() -> None:
         harness = Harness(ScriptedEngine(DECODE[:1]))

@@ -1,4 +1,4 @@
-"""The embed role: what it asks of an engine, what it refuses, and how it ends early."""
+"""The embed role: the work it submits, the requests it refuses, and how it ends early."""
 
 import asyncio
 import base64
@@ -155,7 +155,7 @@ def test_cancellation_withdraws_the_work() -> None:
         context.cancel()
         with pytest.raises(Cancelled):
             await call
-        assert engine.taken_back == 1
+        assert engine.withdrawn == 1
         assert counter.gate.in_flight == 0
         assert counter.observer.records[0].state is State.CANCELLED
 
@@ -168,7 +168,7 @@ def test_the_deadline_withdraws_the_work() -> None:
         counter = Counter(engine, request_timeout_s=0.05)
         with pytest.raises(DeadlineExceeded):
             await counter.embed(Texts(("a",)))
-        assert engine.taken_back == 1
+        assert engine.withdrawn == 1
         assert counter.observer.records[0].state is State.EXPIRED
 
     run_bounded(main())
@@ -186,6 +186,6 @@ def test_draining_refuses_new_requests_and_ends_running_ones() -> None:
         counter.gate.fire_all(Draining("this worker is shutting down"))
         with pytest.raises(Draining):
             await call
-        assert engine.taken_back == 1
+        assert engine.withdrawn == 1
 
     run_bounded(main())

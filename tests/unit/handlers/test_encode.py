@@ -1,4 +1,4 @@
-"""The encode role: what it asks of an engine, what it hands on, and how long that is held."""
+"""The encode role: the work it submits, the result it returns, and how long that is held."""
 
 import asyncio
 from contextlib import aclosing
@@ -33,10 +33,10 @@ from baton.testing.memory_runtime import MemoryContext
 from tests.unit.handlers.handoff_fakes import FakeProducer
 from tests.unit.media.media_fakes import EncodingEngine, FakeLoader
 
-PICTURES = {"image_url": [{"Url": "https://example.com/a"}, "data:,b"]}
+IMAGES = {"image_url": [{"Url": "https://example.com/a"}, "data:,b"]}
 
 
-def request(media: Any = PICTURES, tokens: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
+def request(media: Any = IMAGES, tokens: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
     return decode_request({"token_ids": list(tokens), "multi_modal_data": media})
 
 
@@ -57,8 +57,8 @@ class Encoder:
         tracker = RequestTracker(self.gate, limits, self.observer, "encode", self.fatal.append)
         self.handler = EncodeHandler(self.engine, SCRIPTED_INFO, tracker, self.loader, self.producer)
 
-    async def encode(self, asked: GenerateRequest | None = None) -> list[Chunk]:
-        return [chunk async for chunk in self.handler.generate(asked or request(), self.context)]
+    async def encode(self, sent: GenerateRequest | None = None) -> list[Chunk]:
+        return [chunk async for chunk in self.handler.generate(sent or request(), self.context)]
 
     def ended(self) -> State:
         [record] = self.observer.records
@@ -87,7 +87,7 @@ def test_one_final_chunk_carries_the_ticket_and_the_engines_parameters() -> None
     run_bounded(body())
 
 
-@pytest.mark.parametrize("end", ["taken", "expired", "gone"])
+@pytest.mark.parametrize("end", ["taken", "expired", "lost"])
 def test_d16_encoded_media_outlive_the_request_and_are_freed_when_the_lease_ends(end: str) -> None:
     async def body() -> None:
         encoder = Encoder()
@@ -118,14 +118,14 @@ def test_d16_cancellation_while_media_are_fetched_encodes_nothing() -> None:
     run_bounded(body())
 
 
-@pytest.mark.parametrize("how", ["leaves", "deadline", "shutdown", "task"])
+@pytest.mark.parametrize("how", ["cancel", "deadline", "shutdown", "task"])
 def test_d16_a_request_that_ends_while_the_engine_encodes_withdraws_the_work(how: str) -> None:
     async def body() -> None:
         encoder = Encoder(EncodingEngine(gate=asyncio.Event()), request_timeout_s=0.05 if how == "deadline" else 60.0)
         call = asyncio.create_task(encoder.encode())
         await eventually(lambda: bool(encoder.engine.encoded))
         expected: type[BaseException] = DeadlineExceeded
-        if how == "leaves":
+        if how == "cancel":
             expected = Cancelled
             encoder.context.cancel()
         elif how == "shutdown":
@@ -136,7 +136,7 @@ def test_d16_a_request_that_ends_while_the_engine_encodes_withdraws_the_work(how
             call.cancel()
         with pytest.raises(expected):
             await call
-        assert encoder.engine.taken_back == 1
+        assert encoder.engine.withdrawn == 1
         assert encoder.engine.aborted == [encoder.engine.encoded[0].request_id]
         assert encoder.producer.leases == []
         assert encoder.gate.in_flight == 0
@@ -153,7 +153,7 @@ def test_d16_a_reply_that_cannot_be_sent_frees_the_encoded_media() -> None:
             assert len(encoder.engine.held) == 1
         await eventually(lambda: not encoder.engine.held)
         [lease] = encoder.producer.leases
-        assert lease.failed is not None, "who comes with the ticket is told"
+        assert lease.failed is not None, "a worker that claims it gets the reason"
 
     run_bounded(body())
 
@@ -171,7 +171,7 @@ def test_d16_a_failed_encode_is_aborted(error: BatonError) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "why"),
+    ("sent", "error", "why"),
     [
         (request(media=None), InvalidRequest, "nothing to encode"),
         (request(media={}), InvalidRequest, "nothing to encode"),
@@ -183,12 +183,12 @@ def test_d16_a_failed_encode_is_aborted(error: BatonError) -> None:
     ],
 )
 def test_a_request_that_cannot_be_encoded_is_refused_before_media_are_fetched(
-    asked: GenerateRequest, error: type[BatonError], why: str
+    sent: GenerateRequest, error: type[BatonError], why: str
 ) -> None:
     async def body() -> None:
         encoder = Encoder()
         with pytest.raises(error, match=why):
-            await encoder.encode(asked)
+            await encoder.encode(sent)
         assert encoder.loader.named == []
         assert encoder.engine.encoded == []
         assert encoder.ended() is State.REFUSED
@@ -224,16 +224,28 @@ def test_a_worker_at_its_limit_refuses() -> None:
 def test_d17_a_probe_encodes_an_image_and_frees_it() -> None:
     async def body() -> None:
         encoder = Encoder()
-        picture = MediaFile(modality="image", data=b"x")
-        await encoder.handler.probe((7,), picture, encoder.context)
-        assert [work.media for work in encoder.engine.encoded] == [(picture,)]
+        image = MediaFile(modality="image", data=b"x")
+        await encoder.handler.probe((7,), image, encoder.context)
+        assert [work.media for work in encoder.engine.encoded] == [(image,)]
         assert encoder.engine.held == set()
         assert encoder.producer.leases == []
         refusing = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
-        await refusing.handler.probe((7,), picture, refusing.context)
+        await refusing.handler.probe((7,), image, refusing.context)
         for error in (EngineFailed("failed"), EngineDead("dead")):
-            ill = Encoder(EncodingEngine(error=error))
+            failing = Encoder(EncodingEngine(error=error))
             with pytest.raises(type(error)):
-                await ill.handler.probe((7,), picture, ill.context)
+                await failing.handler.probe((7,), image, failing.context)
 
     run_bounded(body())
+
+
+def test_a_refused_probe_is_logged_as_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        encoder = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
+        for _ in range(2):
+            await encoder.handler.probe((7,), MediaFile(modality="image", data=b"x"), encoder.context)
+
+    with caplog.at_level("DEBUG"):
+        run_bounded(body())
+    levels = [record.levelname for record in caplog.records if "no place for an image" in record.message]
+    assert levels == ["WARNING", "DEBUG"]

@@ -1,4 +1,4 @@
-"""Engines that move KV by themselves: their rooms carry what must be said, and nothing else."""
+"""Engines that move KV themselves: their rooms carry the address, the confirmation and the errors."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -17,7 +17,7 @@ from baton.testing import ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import SCRIPTED_INFO, Script
 from tests.unit.handlers.handoff_fakes import FakeProducer, Harness
 
-GIVEN = Bootstrap(host="10.0.0.1", port=4000, room=5, handoff_id=bytes(range(16)))
+BOOTSTRAP = Bootstrap(host="10.0.0.1", port=4000, room=5, handoff_id=bytes(range(16)))
 TICKET = Ticket(host="10.0.0.1", port=4000, room=5, secret=bytes(range(16)))
 EARLY = msgspec.structs.replace(SCRIPTED_INFO, handoff_host="10.0.0.9", handoff_port=8998)
 LATE = SCRIPTED_INFO
@@ -25,7 +25,7 @@ ONE: Script = [TokenDelta([9]), Finished(FinishReason.LENGTH)]
 OPAQUE = {"opaque_state": "AAEC", "ctx_request_id": 7}
 
 
-def request(bootstrap: Bootstrap | None = GIVEN, late: dict[str, object] | None = None) -> GenerateRequest:
+def request(bootstrap: Bootstrap | None = BOOTSTRAP, late: dict[str, object] | None = None) -> GenerateRequest:
     result = PrefillResult(disaggregated_params=late) if late is not None else None
     stop = StopConditions(max_tokens=10)
     return GenerateRequest(token_ids=(1, 2, 3), stop=stop, bootstrap=bootstrap, prefill_result=result)
@@ -43,7 +43,7 @@ def test_an_early_prefill_passes_its_engine_the_bootstrap_address() -> None:
         [work] = harness.engine.submitted
         assert work.handoff == Produce(bootstrap=Bootstrap(host="10.0.0.9", port=8998, room=5))
         await asyncio.sleep(0.05)
-        assert not reading.done(), "the call lasts until decode has the KV"
+        assert not reading.done(), "the request lasts until decode has the KV"
         harness.lease.end.set_result(None)
         assert (await reading)[0].disaggregated_params == {}
         assert harness.ended() is State.COMPLETED
@@ -66,7 +66,7 @@ def test_a_cancelled_decode_ends_the_prefill() -> None:
         harness = Harness(ScriptedEngine([asyncio.Event()]), info=EARLY)
         reading = asyncio.create_task(collect(harness.prefill.generate(request(), harness.context)))
         await eventually(lambda: bool(harness.producer.leases))
-        harness.lease.lose(Cancelled("the client left"))
+        harness.lease.lose(Cancelled("cancelled"))
         assert (await reading)[-1].finish_reason is FinishReason.LENGTH
         assert harness.freed()
 
@@ -80,7 +80,7 @@ def test_a_decode_gets_the_bootstrap_address_and_confirms_the_first_output() -> 
         reading = asyncio.create_task(collect(harness.decode.generate(request(), harness.context)))
         await eventually(lambda: bool(harness.consumer.claims))
         assert harness.consumer.tickets == [TICKET]
-        assert harness.engine.submitted == [], "the engine does not know yet where to go"
+        assert harness.engine.submitted == [], "the address is not known yet"
         harness.claim.accepted.set_result(("10.0.0.9", 8998))
         await eventually(lambda: bool(harness.engine.submitted))
         assert harness.engine.submitted[0].handoff == Consume(source=Bootstrap(host="10.0.0.9", port=8998, room=5))
@@ -95,14 +95,14 @@ def test_a_decode_gets_the_bootstrap_address_and_confirms_the_first_output() -> 
     run_bounded(body())
 
 
-@pytest.mark.parametrize("met", [False, True])
-@pytest.mark.parametrize("error", [PeerLost("gone"), EngineFailed("out of memory")])
-def test_d15_a_decode_whose_prefill_fails_does_not_wait_for_it(met: bool, error: BatonError) -> None:
+@pytest.mark.parametrize("accepted", [False, True])
+@pytest.mark.parametrize("error", [PeerLost("lost"), EngineFailed("out of memory")])
+def test_d15_a_decode_whose_prefill_fails_does_not_wait_for_it(accepted: bool, error: BatonError) -> None:
     async def body() -> None:
         harness = Harness(ScriptedEngine([asyncio.Event()]), info=EARLY)
         reading = asyncio.create_task(collect(harness.decode.generate(request(), harness.context)))
         await eventually(lambda: bool(harness.consumer.claims))
-        if met:
+        if accepted:
             harness.claim.accepted.set_result(("10.0.0.9", 8998))
             await eventually(lambda: bool(harness.engine.submitted))
         harness.claim.on_lost(error)
@@ -114,13 +114,13 @@ def test_d15_a_decode_whose_prefill_fails_does_not_wait_for_it(met: bool, error:
     run_bounded(body())
 
 
-@pytest.mark.parametrize("met", [False, True])
-def test_cancellation_closes_the_claim_in_every_phase(met: bool) -> None:
+@pytest.mark.parametrize("accepted", [False, True])
+def test_cancellation_closes_the_claim_in_every_phase(accepted: bool) -> None:
     async def body() -> None:
         harness = Harness(ScriptedEngine([asyncio.Event()]), info=EARLY)
         reading = asyncio.create_task(collect(harness.decode.generate(request(), harness.context)))
         await eventually(lambda: bool(harness.consumer.claims))
-        if met:
+        if accepted:
             harness.claim.accepted.set_result(("10.0.0.9", 8998))
             await eventually(lambda: bool(harness.engine.submitted))
         harness.context.cancel()

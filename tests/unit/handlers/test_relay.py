@@ -198,7 +198,7 @@ def stall(harness: Harness) -> None:
 
 @pytest.mark.parametrize("script", [[], ENDLESS], ids=["before the first token", "while streaming"])
 @pytest.mark.parametrize(
-    ("leave", "error", "state"),
+    ("end_early", "error", "state"),
     [
         (cancel, Cancelled, State.CANCELLED),
         (drain, Draining, State.FAILED),
@@ -206,14 +206,14 @@ def stall(harness: Harness) -> None:
     ],
 )
 def test_every_reason_that_fires_the_scope_aborts_at_the_engine(
-    script: list[Output], leave: Callable[[Harness], None], error: type[BatonError], state: State
+    script: list[Output], end_early: Callable[[Harness], None], error: type[BatonError], state: State
 ) -> None:
     async def body() -> None:
         harness = Harness(ScriptedEngine(script))
         answer = asyncio.create_task(harness.chunks())
         await eventually(lambda: len(harness.engine.submitted) == 1)
         await asyncio.sleep(0.01)
-        leave(harness)
+        end_early(harness)
         with pytest.raises(error):
             await answer
         assert harness.aborted()

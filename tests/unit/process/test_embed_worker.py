@@ -33,12 +33,11 @@ def directory(tmp_path: Path) -> Path:
 
 class Embedder(CountingEngine):
     def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self._info = msgspec.structs.replace(INFO, model_dir=str(directory))
+        super().__init__(info=msgspec.structs.replace(INFO, model_dir=str(directory)))
 
 
 @asynccontextmanager
-async def living(engine: CountingEngine, **settings: Any) -> AsyncIterator[tuple[Worker, MemoryRuntime]]:
+async def running_worker(engine: CountingEngine, **settings: Any) -> AsyncIterator[tuple[Worker, MemoryRuntime]]:
     runtime, stop, ready = MemoryRuntime(), asyncio.Event(), asyncio.Event()
     worker = Worker(msgspec.structs.replace(Settings(), **settings), engine, runtime)
     running = asyncio.create_task(worker.run(stop, ready.set))
@@ -64,7 +63,7 @@ def endpoint_of(runtime: MemoryRuntime) -> MemoryEndpoint:
 
 def test_an_embed_worker_registers_its_surface_and_embeds(directory: Path) -> None:
     async def body() -> None:
-        async with living(Embedder(directory)) as (worker, runtime):
+        async with running_worker(Embedder(directory)) as (worker, runtime):
             card = endpoint_of(runtime).card
             assert card is not None
             assert (card.surfaces, card.model_input, card.name) == (frozenset({"embeddings"}), "text", "counter")
@@ -88,7 +87,7 @@ def test_an_embed_worker_registers_its_surface_and_embeds(directory: Path) -> No
 def test_a_failing_canary_deregisters_the_worker_until_it_recovers(directory: Path) -> None:
     async def body() -> None:
         engine = Embedder(directory)
-        async with living(engine, canary_interval_s=0.01) as (_, runtime):
+        async with running_worker(engine, canary_interval_s=0.01) as (_, runtime):
             await eventually(lambda: len(engine.embedded) > 2)
             assert {work.inputs for work in engine.embedded} == {((1,),)}
             assert endpoint_of(runtime).registered

@@ -301,7 +301,7 @@ def test_d30_requests_cannot_be_changed() -> None:
     request = decode_request(wire)
     prefill = request.for_prefill()
     assert (request.stop.max_tokens, prefill.stop.max_tokens) == (9, 1)
-    assert wire == before, "whoever retries it finds the request as it came"
+    assert wire == before, "a retry sends the request unchanged"
     for part in (request, request.stop, request.sampling):
         with pytest.raises(AttributeError):
             part.extra = {}  # type: ignore[misc]

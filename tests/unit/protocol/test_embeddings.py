@@ -35,7 +35,7 @@ def test_options_are_read_and_unknown_keys_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         ({"model": "m"}, "input"),
         ({"input": "a"}, "model"),
@@ -61,8 +61,8 @@ def test_options_are_read_and_unknown_keys_ignored() -> None:
     ],
     ids=str,
 )
-def test_an_invalid_body_is_refused_by_field(body: object, words: str) -> None:
-    with pytest.raises(DecodeError, match=words):
+def test_an_invalid_body_is_refused_by_field(body: object, message: str) -> None:
+    with pytest.raises(DecodeError, match=message):
         decode_embed(body)
 
 

@@ -1,4 +1,4 @@
-"""The gate: who is let in, and how everybody leaves."""
+"""The gate: admission, pause, draining, and the count of requests in flight."""
 
 import asyncio
 
