@@ -1,4 +1,4 @@
-"""Commands that an operator sends to a running engine: a tagged union, and the outcome of one."""
+"""What an operator can ask of a running engine: a tagged union of verbs, and what came of one."""
 
 from typing import Annotated, Literal
 
@@ -11,23 +11,23 @@ Timeout = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, kw_only=True, tag="release_memory", forbid_unknown_fields=True):
-    """Release the memory of these tags; requests wait until all of it has been resumed."""
+    """Give the memory of these tags back to the machine; requests wait until all of it has been resumed."""
 
     tags: Tags
 
 
 class ResumeMemory(msgspec.Struct, frozen=True, kw_only=True, tag="resume_memory", forbid_unknown_fields=True):
-    """Allocate the memory of these tags again; tags may be resumed in several commands."""
+    """Take the memory of these tags again, in as many stages as the caller likes."""
 
     tags: Tags
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause", forbid_unknown_fields=True):
-    """Stop stepping. Running requests stay in place (keep), return to the queue (retract), are ended (abort), or
-    finish first (drain), within `timeout_s` or nothing changes.
+    """Stop stepping. Running requests stay in place (keep), go back to the queue (retract), are ended (abort), or are
+    let finish first (drain), in `timeout_s` or nothing changes.
 
-    Kept requests keep their KV; retracted ones free it and compute it again; both continue at `Continue`. The worker
-    drains: an engine never gets that mode.
+    What stays keeps its KV; what goes back to the queue gives it up and computes it again; both go on at `Continue`.
+    Draining is the worker's work: an engine never sees that mode.
     """
 
     mode: Literal["abort", "retract", "keep", "drain"] = "keep"
@@ -39,22 +39,22 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True, tag="continue", forbid
 
 
 class ClearCache(msgspec.Struct, frozen=True, kw_only=True, tag="clear_cache", forbid_unknown_fields=True):
-    """Empty the prefix cache."""
+    """Forget every block that could be reused."""
 
 
 class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag="start_profile", forbid_unknown_fields=True):
-    """Start the profiler; it stops after `steps` steps, if given."""
+    """Begin to record where the time goes; by itself it ends after `steps` steps, if given."""
 
     directory: Name
     steps: Annotated[int, Meta(ge=1, le=10_000)] | None = None
 
 
 class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag="stop_profile", forbid_unknown_fields=True):
-    """Stop the profiler and write the profile."""
+    """End the recording and write it out."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor, by its name in the model's files."""
+    """One tensor by name, as the model's own files name it."""
 
     name: Name
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -68,7 +68,7 @@ class FromDisk(msgspec.Struct, frozen=True, kw_only=True, tag="disk", forbid_unk
 
 
 class InlineTensor(TensorSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor with its bytes, little-endian and row-major; base64 in JSON."""
+    """One tensor with its bytes, little-endian and in row order; base64 in JSON."""
 
     data: bytes
 
@@ -93,7 +93,7 @@ class FromSharedMemory(msgspec.Struct, frozen=True, kw_only=True, tag="shared_me
 
 
 class FromGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group", forbid_unknown_fields=True):
-    """Weights that rank 0 of a process group broadcasts, tensor by tensor in this order, within `timeout_s`."""
+    """Weights that rank 0 of a process group broadcasts, tensor by tensor, in this order, all within the time given."""
 
     group: Name
     tensors: tuple[TensorSpec, ...]
@@ -101,7 +101,7 @@ class FromGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group", forbid_u
 
 
 class FromIpc(msgspec.Struct, frozen=True, kw_only=True, tag="ipc", forbid_unknown_fields=True):
-    """Weights in GPU memory of another process of this machine: the engine's own IPC handle for each device."""
+    """Weights in GPU memory of another process of this machine, by the engine's own handles: one for each device."""
 
     handles: dict[Name, Name]
 
@@ -110,22 +110,22 @@ WeightSource = FromDisk | FromTensors | FromSharedMemory | FromGroup | FromIpc
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag="update_weights", forbid_unknown_fields=True):
-    """Replace the weights, all or none. Running requests are retracted and continue with the new weights."""
+    """Put new weights in place, all or none. Requests that run are retracted and go on with the new weights."""
 
     source: WeightSource
     version: Name
 
 
 class SetWeightVersion(msgspec.Struct, frozen=True, kw_only=True, tag="set_weight_version", forbid_unknown_fields=True):
-    """Set the version of the current weights; running requests are not affected."""
+    """Call the weights that are in place `version`; running requests are not touched."""
 
     version: Name
 
 
 class JoinGroup(msgspec.Struct, frozen=True, kw_only=True, tag="join_group", forbid_unknown_fields=True):
-    """Join a process group for weight updates; returns when every rank has joined.
+    """Join a process group that weights will come through; returns when every rank is there.
 
-    Rank 0 sends the weights and runs the rendezvous at `host` and `port`.
+    Rank 0 is the one that sends, and keeps the meeting place at `host` and `port`.
     """
 
     group: Name
@@ -145,32 +145,32 @@ class LeaveGroup(msgspec.Struct, frozen=True, kw_only=True, tag="leave_group", f
 class StartExpertRecord(
     msgspec.Struct, frozen=True, kw_only=True, tag="start_expert_record", forbid_unknown_fields=True
 ):
-    """Start to count the tokens of each expert."""
+    """Begin to count which experts the tokens go to."""
 
 
 class StopExpertRecord(msgspec.Struct, frozen=True, kw_only=True, tag="stop_expert_record", forbid_unknown_fields=True):
-    """Stop counting; the counts are kept."""
+    """Count no further; what was counted is kept."""
 
 
 class DumpExpertRecord(msgspec.Struct, frozen=True, kw_only=True, tag="dump_expert_record", forbid_unknown_fields=True):
-    """Write the counts to a file, whose path is in the outcome."""
+    """Write out what was counted; the outcome says where."""
 
 
 class LoadLora(msgspec.Struct, frozen=True, kw_only=True, tag="load_lora", forbid_unknown_fields=True):
-    """Load the adapter in a directory under the name that requests use; a name that is in use is refused."""
+    """Take in the adapter in a directory, under a name that requests use; a name that is in use is refused."""
 
     name: Name
     path: Name
 
 
 class UnloadLora(msgspec.Struct, frozen=True, kw_only=True, tag="unload_lora", forbid_unknown_fields=True):
-    """Unload an adapter after the requests that use it have ended."""
+    """Forget an adapter, when the requests that use it have ended."""
 
     name: Name
 
 
 class ListLoras(msgspec.Struct, frozen=True, kw_only=True, tag="list_loras", forbid_unknown_fields=True):
-    """List the loaded adapters."""
+    """Tell which adapters are loaded."""
 
 
 Command = (
@@ -195,11 +195,11 @@ Command = (
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The outcome of a command; only the fields that it concerns are set.
+    """What came of a verb; only what it concerns is set.
 
-    `path` is the file of a profile or a record, `requests` how many requests the command affected. After the command,
-    `released` are the tags without memory, `paused` is whether an operator's pause holds, and `adapters` are the names
-    of the loaded adapters.
+    `path` is where a profile or a record is, or will be; `requests` how many a verb has touched; `released` the tags
+    that are given back, `paused` whether an operator's pause holds, and `adapters` the names of those that are loaded,
+    after the verb.
     """
 
     message: str
