@@ -39,7 +39,7 @@ class EncodingEngine(ScriptedEngine):
         super().__init__(capabilities=can)
         self.encoded: list[EncodeWork] = []
         self.held: set[RequestId] = set()
-        self.taken_back = 0
+        self.withdrawn = 0
         self._gate = gate
         self._error = error
 
@@ -51,7 +51,7 @@ class EncodingEngine(ScriptedEngine):
             if self._gate is not None:
                 await self._gate.wait()
         except asyncio.CancelledError:
-            self.taken_back += 1
+            self.withdrawn += 1
             raise
         if self._error is not None:
             raise self._error
