@@ -12,7 +12,7 @@ from baton.protocol.handoff import Ticket
 from baton.testing import eventually, run_bounded
 from baton.transfer.room_client import RoomClaim, RoomClient, open_room_client
 from baton.transfer.room_server import RoomServer, open_room_server
-from tests.unit.transfer.test_lending import Cache
+from tests.unit.transfer.test_rooms_end_to_end import Cache
 
 SECRET = b"sixteen bytes ok"
 PLACE = ("10.0.0.9", 8998)
