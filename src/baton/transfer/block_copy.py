@@ -4,21 +4,28 @@ Knows nothing of how two processes meet. What is wrong with the other side is Pe
 """
 
 import ctypes
+import functools
+import logging
 from collections.abc import Sequence
-from ctypes import byref, c_int32
+from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.engine_kit.cpp_build import BuildError, load_library
 from baton.errors import PeerLost
 from baton.ports.transfer import KvMemory
-from baton.transfer.copier import load_copier
+
+log = logging.getLogger(__name__)
 
 Numbers = NDArray[np.int64]
 
 MAX_BLOCK_NUMBER = 2**31 - 1
 _PIECE_BYTES = 4 << 20
+SOURCES = (Path(__file__).with_name("copy.cpp"),)
+FLAGS = ("-O2",)
 
 
 class Spans(NamedTuple):
@@ -139,6 +146,21 @@ def copy_blocks(to: KvMemory, source: KvMemory, theirs: Numbers, mine: Numbers, 
         byref(stop.flag),
     )
     return bool(copied)
+
+
+@functools.cache
+def load_copier() -> ctypes.CDLL | None:
+    """Return the compiled copy, building it if need be; None, with a log line that says why, if it cannot be."""
+    try:
+        library = load_library(SOURCES, FLAGS)
+    except BuildError as error:
+        log.warning("KV is copied by numpy, slowly when blocks are scattered: %s", error)
+        return None
+    counts = [c_int64] * 4
+    library.baton_copy_blocks.argtypes = [c_void_p, counts[0], c_void_p, *counts[1:], *[c_void_p] * 2, c_int64]
+    library.baton_copy_blocks.argtypes += [POINTER(c_int32)]
+    library.baton_copy_blocks.restype = c_int
+    return library
 
 
 def _copy_by_runs(to: KvMemory, source: KvMemory, theirs: Numbers, mine: Numbers, stop: Stop) -> bool:

@@ -15,9 +15,9 @@ from baton.protocol.outputs import KvWanted
 from baton.transfer import nixl, wire
 from baton.transfer.block_copy import require_alike
 from baton.transfer.connection import RoomConnection, outgoing_connection
-from baton.transfer.failures import failed, failure
 from baton.transfer.shm import ShmClient
 from baton.transfer.tcp import TcpClient
+from baton.transfer.wire import failed, failure
 
 OPEN_S = 10.0
 IDLE_PEER_S = 600.0

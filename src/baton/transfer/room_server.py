@@ -15,10 +15,10 @@ from baton.protocol.outputs import KvComputed
 from baton.transfer import nixl, wire
 from baton.transfer.block_copy import require_alike
 from baton.transfer.connection import RoomConnection
-from baton.transfer.failures import failed, failure
 from baton.transfer.rooms import Room, Rooms, RoomState
 from baton.transfer.shm import ShmServer
 from baton.transfer.tcp import TcpServer
+from baton.transfer.wire import failed, failure
 
 log = logging.getLogger(__name__)
 

@@ -31,11 +31,11 @@ from baton.transfer.block_copy import (
     Stop,
     block_pairs,
     copy_blocks,
+    load_copier,
     require_alike,
     require_host,
     require_sound,
 )
-from baton.transfer.copier import load_copier
 from baton.transfer.sockets import readable
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,16 @@ from collections.abc import Iterator
 
 import msgspec
 
-from baton.errors import PeerLost
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    PeerLost,
+    Unsupported,
+)
 from baton.ports.transfer import KvMemory
 from baton.protocol.handoff import Room
 
@@ -96,6 +105,12 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 Message = Claim | Accepted | Open | Opened | Computed | Taken | Released | Failed | Beat
 
+# Another worker would fail with these too. Anything else is the other worker's trouble, and a reason to try elsewhere.
+_SAME_EVERYWHERE = {
+    error.code: error
+    for error in (InvalidRequest, ContextTooLong, Unsupported, Cancelled, DeadlineExceeded, EngineFailed)
+}
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -133,3 +148,13 @@ def _decode(body: bytes, checksum: int) -> Message:
         return _decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise PeerLost(f"a frame cannot be read: {error}") from None
+
+
+def failed(error: BatonError) -> Failed:
+    """Return the message that tells the other side of `error`."""
+    return Failed(error.code, error.message)
+
+
+def failure(message: Failed) -> BatonError:
+    """Return what the other side failed with, as an error of this worker's request."""
+    return _SAME_EVERYWHERE.get(message.code, PeerLost)(message.message)

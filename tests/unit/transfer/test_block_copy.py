@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.errors import PeerLost
 from baton.ports.transfer import KvMemory
 from baton.transfer import block_copy as memory_module
-from baton.transfer import copier as native
+from baton.transfer import block_copy as native
 from baton.transfer.block_copy import (
     Stop,
     block_numbers,

@@ -20,7 +20,7 @@ from baton.errors import (
 )
 from baton.ports.transfer import KvMemory, KvShape
 from baton.transfer import wire
-from baton.transfer.failures import failed, failure
+from baton.transfer.wire import failed, failure
 
 SHAPE = KvShape(model="m", dtype="bfloat16", layers=2, kv_heads=1, head_dim=8, block_size=16)
 MEMORY = KvMemory(shape=SHAPE, address=4096, planes=4, plane_bytes=4096, block_bytes=256, blocks=16)
