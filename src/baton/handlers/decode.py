@@ -147,7 +147,7 @@ class _Claim:
         self.claim = self._consumer.claim(self._ticket, lambda: None, self._tracked.scope.fire)
         if request.prefill_result is not None:
             return for_engine(request.prefill_result)
-        host, port = await self._tracked.scope.wait(self.claim.meeting())
+        host, port = await self._tracked.scope.wait(self.claim.bootstrap_address())
         return Bootstrap(host=host, port=port, room=self._ticket.room)
 
     def begin(self) -> list[Chunk]:

@@ -96,7 +96,7 @@ class FakeLoan:
     async def claimed(self) -> None:
         await asyncio.shield(self.met)
 
-    async def meeting(self) -> tuple[str, int]:
+    async def bootstrap_address(self) -> tuple[str, int]:
         return await asyncio.shield(self.met)
 
     def taken(self) -> None:

@@ -1,4 +1,4 @@
-"""Rooms of engines that move KV by themselves, over real connections."""
+"""Rooms of engines that move KV themselves, over real connections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,12 +15,12 @@ from baton.transfer.room_server import RoomServer, open_room_server
 from tests.unit.transfer.test_rooms_end_to_end import Cache
 
 SECRET = b"sixteen bytes ok"
-PLACE = ("10.0.0.9", 8998)
+BOOTSTRAP = ("10.0.0.9", 8998)
 QUICK = KvTransferOptions(claim_timeout_s=2.0, heartbeat_s=0.05, peer_timeout_s=1.0)
 
 
 class Pair:
-    """A lender and a borrower without memory, and what the borrower's loans said."""
+    """A producer and a consumer without memory, and the errors of the consumer's claims."""
 
     def __init__(self, producer: RoomServer, consumer: RoomClient) -> None:
         self.producer, self.consumer = producer, consumer
@@ -36,7 +36,7 @@ class Pair:
 
 @asynccontextmanager
 async def pair(options: KvTransferOptions = QUICK) -> AsyncIterator[Pair]:
-    producer = await open_room_server(options, None, "127.0.0.1", PLACE)
+    producer = await open_room_server(options, None, "127.0.0.1", BOOTSTRAP)
     consumer = open_room_client(options, None)
     try:
         yield Pair(producer, consumer)
@@ -46,15 +46,15 @@ async def pair(options: KvTransferOptions = QUICK) -> AsyncIterator[Pair]:
         await producer.close()
 
 
-@pytest.mark.parametrize("first", ["lender", "borrower"])
-def test_the_engines_learn_where_to_meet_and_the_room_ends_when_they_have(first: str) -> None:
+@pytest.mark.parametrize("first", ["producer", "consumer"])
+def test_a_claim_gets_the_bootstrap_address_and_taken_ends_the_room(first: str) -> None:
     async def body() -> None:
         async with pair() as it:
-            claim = it.claim() if first == "borrower" else None
+            claim = it.claim() if first == "consumer" else None
             await asyncio.sleep(0.05)
             lease = it.producer.offer(it.ticket(), 3)
             claim = claim or it.claim()
-            assert await claim.meeting() == PLACE
+            assert await claim.bootstrap_address() == BOOTSTRAP
             claim.taken()
             claim.taken()
             await claim.close()
@@ -66,7 +66,7 @@ def test_the_engines_learn_where_to_meet_and_the_room_ends_when_they_have(first:
 
 
 @pytest.mark.parametrize("when", ["before the claim", "after the claim"])
-def test_a_prefill_that_fails_is_told_to_the_decode(when: str) -> None:
+def test_a_failed_prefill_fails_its_claim(when: str) -> None:
     async def body() -> None:
         async with pair() as it:
             lease = it.producer.offer(it.ticket(), 3)
@@ -74,11 +74,11 @@ def test_a_prefill_that_fails_is_told_to_the_decode(when: str) -> None:
                 lease.fail(EngineFailed("out of memory"))
             claim = it.claim()
             if when == "after the claim":
-                assert await claim.meeting() == PLACE
+                assert await claim.bootstrap_address() == BOOTSTRAP
                 lease.fail(EngineFailed("out of memory"))
             else:
                 with pytest.raises(EngineFailed, match="out of memory"):
-                    await claim.meeting()
+                    await claim.bootstrap_address()
             await eventually(lambda: [type(error) for error in it.lost] == [EngineFailed])
             await claim.close()
 
@@ -86,13 +86,13 @@ def test_a_prefill_that_fails_is_told_to_the_decode(when: str) -> None:
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-def test_a_decode_that_leaves_is_told_to_the_prefill(claimed: bool) -> None:
+def test_closing_a_claim_cancels_the_lease(claimed: bool) -> None:
     async def body() -> None:
         async with pair() as it:
             lease = it.producer.offer(it.ticket(), 3)
             claim = it.claim()
             if claimed:
-                await claim.meeting()
+                await claim.bootstrap_address()
             await claim.close()
             with pytest.raises(Cancelled):
                 await lease.ended()
@@ -100,28 +100,28 @@ def test_a_decode_that_leaves_is_told_to_the_prefill(claimed: bool) -> None:
     run_bounded(body())
 
 
-def test_a_lender_that_leaves_is_noticed() -> None:
+def test_claims_at_a_producer_that_shuts_down_are_lost() -> None:
     async def body() -> None:
         async with pair() as it:
             it.producer.offer(it.ticket(), 3).on_lost(lambda _: None)
             claim = it.claim()
-            await claim.meeting()
+            await claim.bootstrap_address()
             await it.producer.close()
             await eventually(lambda: [type(error) for error in it.lost] == [PeerLost])
 
     run_bounded(body())
 
 
-def test_a_prefill_that_never_begins_is_not_waited_for() -> None:
+def test_a_claim_for_a_prefill_that_never_begins_times_out() -> None:
     async def body() -> None:
         async with pair(KvTransferOptions(claim_timeout_s=0.2, heartbeat_s=0.05, peer_timeout_s=1.0)) as it:
             with pytest.raises(PeerLost, match="has not begun"):
-                await it.claim().meeting()
+                await it.claim().bootstrap_address()
 
     run_bounded(body())
 
 
-def test_an_engine_that_shows_its_memory_and_one_that_does_not_refuse_each_other() -> None:
+def test_engines_with_and_without_kv_memory_refuse_each_other() -> None:
     async def body() -> None:
         cache = Cache()
         async with pair() as it:
@@ -130,7 +130,7 @@ def test_an_engine_that_shows_its_memory_and_one_that_does_not_refuse_each_other
             it.producer.offer(it.ticket(), 3)
             claim = other.claim(it.ticket(), lambda: None, lost.append)
             await eventually(lambda: bool(lost))
-            assert "moves KV by itself" in lost[0].message
+            assert "moves KV itself" in lost[0].message
             await claim.close()
             await other.close()
             await it.producer.close()
