@@ -102,9 +102,11 @@ class Claim(Protocol):
         """Wait until the producer has accepted the claim. Raises PeerLost, or the producer's error."""
 
     async def bootstrap_address(self) -> tuple[str, int]:
-        """Wait until the claim is accepted; return the host and port where the engines connect to each other.
+        """Return the host and port where engines that move KV themselves connect to each other.
 
-        It is for engines that move KV themselves. Raises PeerLost, or the producer's error.
+        It is a constant of the producer: the first claim waits until it is accepted, later claims return at once. If
+        the producer was restarted with another address meanwhile, `on_lost` gets PeerLost. Raises PeerLost, or the
+        producer's error.
         """
 
     def taken(self) -> None:

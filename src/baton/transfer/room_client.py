@@ -35,9 +35,10 @@ def open_room_client(options: KvTransferOptions, memory: KvMemory | None) -> "Ro
 
 
 class _Peer:
-    """One producer process, and the channel to its memory once one has been negotiated."""
+    """One producer process: its bootstrap address, and the channel to its memory once one has been negotiated."""
 
     def __init__(self) -> None:
+        self.bootstrap_address: tuple[str, int] | None = None
         self.channel: Channel | None = None
         self.transport = ""
         self.negotiating = asyncio.Lock()
@@ -56,6 +57,7 @@ class RoomClient:
         self.seconds_by_transport: defaultdict[str, float] = defaultdict(float)
         self._transports = transports
         self._peers: dict[str, _Peer] = {}  # by identity of the producer's process
+        self._producers: dict[tuple[str, int], str] = {}  # the process that was last seen at an address
         self._claims: set[RoomClaim] = set()
         self._declining: set[asyncio.Task[None]] = set()
 
@@ -94,6 +96,21 @@ class RoomClient:
         self._declining.add(task)
         task.add_done_callback(self._declining.discard)
 
+    def bootstrap_address(self, ticket: Ticket) -> tuple[str, int] | None:
+        """Return the bootstrap address of the producer that was last seen at the ticket's address, if it is known."""
+        peer = self._peers.get(self._producers.get((ticket.host, ticket.port), ""))
+        return peer.bootstrap_address if peer is not None else None
+
+    def learn_bootstrap_address(self, ticket: Ticket, accepted: wire.Accepted) -> None:
+        """Remember the bootstrap address of a producer, if its engine has one."""
+        if accepted.bootstrap_address is not None:
+            self._peer(accepted.producer).bootstrap_address = accepted.bootstrap_address
+            self._producers[ticket.host, ticket.port] = accepted.producer
+
+    def forget_producer(self, ticket: Ticket) -> None:
+        """The connection to the ticket's address failed: another process may be there next time."""
+        self._producers.pop((ticket.host, ticket.port), None)
+
     async def channel_to(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Channel, str]:
         """Return the channel to a producer's `memory`, and its transport; the first claim negotiates it."""
         peer = self._peer(accepted.producer)
@@ -107,6 +124,7 @@ class RoomClient:
         peer = self._peers.pop(producer, None)
         if peer is not None and peer.channel is not None:
             peer.channel.close()
+        self._producers = {address: name for address, name in self._producers.items() if name != producer}
 
     async def connect(self, ticket: Ticket, connection: RoomConnection) -> None:
         """Connect to a producer. Raises PeerLost."""
@@ -115,6 +133,7 @@ class RoomClient:
             async with asyncio.timeout(self.options.connect_timeout_s):
                 await loop.create_connection(lambda: connection, ticket.host.strip("[]"), ticket.port)
         except OSError as error:  # TimeoutError is one
+            self.forget_producer(ticket)
             reason = error.strerror or f"no answer within {self.options.connect_timeout_s:g} s"
             raise PeerLost(f"cannot connect to the prefill worker at {ticket.host}:{ticket.port}: {reason}") from None
 
@@ -175,13 +194,14 @@ class RoomClaim:
         self._on_lost = on_lost
         self._connection = outgoing_connection(consumer.options.heartbeat_s, consumer.options.peer_timeout_s)
         self._connection.on_message = self._receive
-        self._connection.on_lost = self._lose
+        self._connection.on_lost = self._lose_connection
         self._wanted: asyncio.Future[KvWanted] = loop.create_future()
         self._accepted: asyncio.Future[wire.Accepted] = loop.create_future()
         self._opened: asyncio.Future[wire.Opened] = loop.create_future()
         self._released: asyncio.Future[None] = loop.create_future()
         self._taken: asyncio.Future[None] = loop.create_future()
         self._computed: asyncio.Queue[wire.Computed] = asyncio.Queue()
+        self._assumed_address: tuple[str, int] | None = None  # returned before the claim was accepted
         self._error: BatonError | None = None
         self._closed = False
         self._claim_sent = False
@@ -197,6 +217,10 @@ class RoomClaim:
 
     async def bootstrap_address(self) -> tuple[str, int]:
         """See `Claim.bootstrap_address`."""
+        known = self._consumer.bootstrap_address(self.ticket)
+        if known is not None and not self._accepted.done() and not self._task.done():
+            self._assumed_address = known
+            return known
         await self.claimed()
         if (address := self._accepted.result().bootstrap_address) is None:
             raise PeerLost("the prefill worker has no bootstrap address")
@@ -218,6 +242,8 @@ class RoomClaim:
         if self._closed or self._task.done():
             return
         self._closed = True
+        if self._taken.done() and not self._claim_sent:
+            return  # the task confirms that the KV was taken, and ends
         if not self._claim_sent:
             self._consumer.decline(self.ticket)
         elif not self._taken.done():
@@ -260,6 +286,8 @@ class RoomClaim:
         await self._consumer.connect(self.ticket, self._connection)
         self._connection.send(wire.Claim(self.ticket.room, self.ticket.secret, self._consumer.memory))
         self._claim_sent = True
+        if self._taken.done():  # the engine was faster than this connection
+            self._connection.send(wire.Taken())
         accepted = await self._accepted  # bounded: the producer's claim timeout, or the peer timeout if it is silent
         require_alike(memory := self._consumer.memory, accepted.memory)
         if memory is None or accepted.memory is None:
@@ -300,7 +328,7 @@ class RoomClaim:
     def _receive(self, message: wire.Message) -> None:
         match message:
             case wire.Accepted() if not self._accepted.done():
-                self._accepted.set_result(message)
+                self._accept(message)
             case wire.Opened() if not self._opened.done():
                 self._opened.set_result(message)
             case wire.Computed():
@@ -313,6 +341,18 @@ class RoomClaim:
                 self._lose(PeerLost(error.message) if isinstance(error, Cancelled) else error)
             case _:
                 self._lose(PeerLost(f"unexpected message {type(message).__name__}"))
+
+    def _accept(self, message: wire.Accepted) -> None:
+        self._consumer.learn_bootstrap_address(self.ticket, message)
+        self._accepted.set_result(message)
+        if self._assumed_address not in (None, message.bootstrap_address):
+            # The engine connects to an address of an earlier process, and would wait there in vain.
+            self._lose(PeerLost("the prefill worker was restarted with another bootstrap address"))
+
+    def _lose_connection(self, error: PeerLost) -> None:
+        if self._error is None and not self._released.done():  # not closed in the course of the protocol
+            self._consumer.forget_producer(self.ticket)
+        self._lose(error)
 
     def _lose(self, error: BatonError) -> None:
         if self._released.done():

@@ -1,9 +1,11 @@
 """Rooms of engines that move KV themselves, over real connections."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
+import msgspec
 import pytest
 
 from baton.config.transfer import KvTransferOptions
@@ -135,5 +137,121 @@ def test_engines_with_and_without_kv_memory_refuse_each_other() -> None:
             await other.close()
             await it.producer.close()
         cache.close()
+
+    run_bounded(body())
+
+
+async def complete_one_claim(it: Pair, room: int) -> None:
+    """Offer and claim a room: afterwards the consumer knows the bootstrap address."""
+    lease = it.producer.offer(it.ticket(room), 3)
+    claim = it.claim(room)
+    assert await claim.bootstrap_address() == BOOTSTRAP
+    await claim.claimed()
+    claim.taken()
+    await claim.close()
+    await lease.ended()
+
+
+def returns_at_once(coroutine: Coroutine[Any, Any, object]) -> bool:
+    """Run one step of `coroutine`; return whether it ended without waiting."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return True
+    coroutine.close()
+    return False
+
+
+def test_only_the_first_claim_at_a_producer_waits_for_the_bootstrap_address() -> None:
+    async def body() -> None:
+        async with pair() as it:
+            first = it.claim(7)
+            assert not returns_at_once(first.bootstrap_address())
+            await first.close()
+            await complete_one_claim(it, 1)
+            second = it.claim(2)  # before its prefill has begun
+            assert returns_at_once(second.bootstrap_address())
+            lease = it.producer.offer(it.ticket(2), 3)
+            await second.claimed()
+            second.taken()
+            await lease.ended()
+            assert it.lost == []
+
+    run_bounded(body())
+
+
+def test_a_known_bootstrap_address_does_not_hide_a_failed_prefill() -> None:
+    async def body() -> None:
+        async with pair() as it:
+            await complete_one_claim(it, 1)
+            it.producer.refuse(it.ticket(2), EngineFailed("out of memory"))
+            assert await it.claim(2).bootstrap_address() == BOOTSTRAP
+            await eventually(lambda: [type(error) for error in it.lost] == [EngineFailed])
+
+    run_bounded(body())
+
+
+def test_taken_before_the_connection_is_established_still_ends_the_room() -> None:
+    async def body() -> None:
+        async with pair() as it:
+            await complete_one_claim(it, 1)
+            lease = it.producer.offer(it.ticket(2), 3)
+            claim = it.claim(2)
+            await claim.bootstrap_address()
+            claim.taken()
+            await claim.close()
+            await lease.ended()
+            assert it.producer.rooms.ended["done"] == 2
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("address", [BOOTSTRAP, ("10.0.0.9", 9001)], ids=["same address", "another address"])
+def test_after_a_restart_on_the_same_port_a_claim_never_keeps_a_stale_bootstrap_address(
+    address: tuple[str, int],
+) -> None:
+    async def body() -> None:
+        async with pair() as it:
+            await complete_one_claim(it, 1)
+            await it.producer.close()
+            options = msgspec.structs.replace(QUICK, port=it.producer.address[1])
+            restarted = await open_room_server(options, None, "127.0.0.1", address)
+            it.producer = restarted
+            lease = restarted.offer(it.ticket(2), 3)
+            claim = it.claim(2)
+            assert await claim.bootstrap_address() == BOOTSTRAP, "the restart is not known yet"
+            if address == BOOTSTRAP:
+                await claim.claimed()
+                claim.taken()
+                await lease.ended()
+                assert it.lost == []
+            else:
+                await eventually(lambda: [type(error) for error in it.lost] == [PeerLost])
+                assert "restarted" in it.lost[0].message
+            lease = restarted.offer(it.ticket(3), 3)
+            claim = it.claim(3)
+            assert await claim.bootstrap_address() == address
+            await claim.close()
+            await restarted.close()
+
+    run_bounded(body())
+
+
+def test_a_lost_producer_is_asked_for_its_bootstrap_address_again() -> None:
+    async def body() -> None:
+        async with pair() as it:
+            await complete_one_claim(it, 1)
+            await it.producer.close()
+            refused = it.claim(2)
+            with pytest.raises(PeerLost, match="cannot connect"):
+                await refused.claimed()
+            options = msgspec.structs.replace(QUICK, port=it.producer.address[1])
+            it.producer = await open_room_server(options, None, "127.0.0.1", ("10.0.0.9", 9001))
+            claim = it.claim(3)
+            assert not returns_at_once(claim.bootstrap_address())
+            it.producer.offer(it.ticket(3), 3)
+            assert await claim.bootstrap_address() == ("10.0.0.9", 9001)
+            await claim.close()
+            await it.producer.close()
 
     run_bounded(body())
