@@ -43,6 +43,7 @@ class Cache:
         spare_bytes: int = 0,
         sealed: bool = True,
         name: str = "baton-test-kv",
+        shape: KvShape = SHAPE,
     ) -> None:
         plane_bytes = blocks * block_bytes + spare_bytes
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -52,7 +53,7 @@ class Cache:
         self.bytes = np.frombuffer(mmap.mmap(self.descriptor, planes * plane_bytes), np.uint8)
         self.bytes[:] = content(seed, self.bytes.size)
         self.memory = KvMemory(
-            shape=SHAPE,
+            shape=shape,
             address=self.bytes.ctypes.data,
             planes=planes,
             plane_bytes=plane_bytes,
@@ -60,6 +61,11 @@ class Cache:
             blocks=blocks,
             descriptor=self.descriptor,
         )
+
+    @property
+    def blocks(self) -> NDArray[np.uint8]:
+        """The bytes as planes, blocks and bytes of a block."""
+        return parts(self.memory, self.bytes)
 
     def __del__(self) -> None:
         os.close(self.descriptor)

@@ -14,9 +14,8 @@ from baton.protocol.handoff import Ticket
 from baton.testing import eventually, run_bounded
 from baton.transfer.room_client import RoomClaim, RoomClient, open_room_client
 from baton.transfer.room_server import RoomServer, open_room_server
-from tests.unit.transfer.test_rooms_end_to_end import Cache
+from tests.unit.transfer.kv_caches import SECRET, Cache
 
-SECRET = b"sixteen bytes ok"
 BOOTSTRAP = ("10.0.0.9", 8998)
 QUICK = KvTransferOptions(claim_timeout_s=2.0, heartbeat_s=0.05, peer_timeout_s=1.0)
 
@@ -125,7 +124,7 @@ def test_a_claim_for_a_prefill_that_never_begins_times_out() -> None:
 
 def test_engines_with_and_without_kv_memory_refuse_each_other() -> None:
     async def body() -> None:
-        cache = Cache()
+        cache = Cache(1)
         async with pair() as it:
             other = open_room_client(QUICK, cache.memory)
             lost: list[BatonError] = []
@@ -136,7 +135,6 @@ def test_engines_with_and_without_kv_memory_refuse_each_other() -> None:
             await claim.close()
             await other.close()
             await it.producer.close()
-        cache.close()
 
     run_bounded(body())
 

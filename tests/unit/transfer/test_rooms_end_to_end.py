@@ -1,9 +1,6 @@
 """Producer and consumer over real connections: every end of a room reaches both sides and leaves nothing behind."""
 
 import asyncio
-import fcntl
-import mmap
-import os
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,7 +8,6 @@ from contextlib import asynccontextmanager
 import msgspec
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, PeerLost
@@ -23,37 +19,10 @@ from baton.transfer import wire
 from baton.transfer.room_client import RoomClaim, RoomClient, open_room_client
 from baton.transfer.room_server import RoomServer, open_room_server
 from baton.transfer.tcp import TcpClient
+from tests.unit.transfer.kv_caches import SECRET, SHAPE, Cache
 
-SHAPE = KvShape(model="m", dtype="bfloat16", layers=2, kv_heads=1, head_dim=16, block_size=16)
 PLANES, BLOCK_BYTES, BLOCKS = 4, 512, 32
-SECRET = b"sixteen bytes ok"
 QUICK = KvTransferOptions(claim_timeout_s=5.0, heartbeat_s=0.05, peer_timeout_s=1.0)
-
-
-class Cache:
-    """A KV cache without an engine."""
-
-    def __init__(self, blocks: int = BLOCKS, fill: bool = False, shape: KvShape = SHAPE) -> None:
-        plane_bytes = blocks * BLOCK_BYTES
-        self.descriptor = os.memfd_create("cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, PLANES * plane_bytes)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._pages = mmap.mmap(self.descriptor, PLANES * plane_bytes)
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self._pages, np.uint8).reshape(PLANES, blocks, BLOCK_BYTES)
-        if fill:
-            self.bytes[:] = np.random.default_rng(0).integers(0, 255, self.bytes.shape, np.uint8)
-        self.memory = KvMemory(
-            shape=shape,
-            address=self.bytes.ctypes.data,
-            planes=PLANES,
-            plane_bytes=plane_bytes,
-            block_bytes=BLOCK_BYTES,
-            blocks=blocks,
-            descriptor=self.descriptor,
-        )
-
-    def close(self) -> None:
-        os.close(self.descriptor)
 
 
 class Pair:
@@ -98,7 +67,8 @@ async def pair(
     host: str = "127.0.0.1",
     transports: Callable[[KvMemory], Sequence[TransportClient]] | None = None,
 ) -> AsyncIterator[Pair]:
-    theirs, mine = Cache(fill=True), Cache(blocks=40, shape=shape)
+    theirs, mine = Cache(1, PLANES, BLOCKS, BLOCK_BYTES), Cache(2, PLANES, 40, BLOCK_BYTES, shape=shape)
+    mine.bytes[:] = 0
     tasks = asyncio.all_tasks()
     producer = await open_room_server(options, theirs.memory, host)
     if transports is None:
@@ -113,8 +83,6 @@ async def pair(
         await consumer.close()
         await producer.close()
         assert asyncio.all_tasks() == tasks
-        theirs.close()
-        mine.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "tcp with checksums", "auto"])
@@ -135,8 +103,8 @@ def test_blocks_arrive_where_they_are_wanted_and_the_room_is_done(transport: str
             await eventually(lambda: it.arrived == 1)
             assert it.lost == []
             assert claim.cached_tokens == 32
-            assert (it.mine.bytes[:, [10, 30, 11]] == it.theirs.bytes[:, [4, 9, 0]]).all()
-            untouched = np.delete(it.mine.bytes, [10, 30, 11], axis=1)
+            assert (it.mine.blocks[:, [10, 30, 11]] == it.theirs.blocks[:, [4, 9, 0]]).all()
+            untouched = np.delete(it.mine.blocks, [10, 30, 11], axis=1)
             assert not untouched.any()
             assert it.producer.rooms.ended["done"] == 1
             await claim.close()
@@ -153,7 +121,7 @@ def test_a_claim_that_arrives_before_its_prefill_waits_for_it() -> None:
             lease = it.producer.offer(it.ticket(), 16)
             lease.computed(KvComputed((5,), True))
             await eventually(lambda: it.arrived == 1)
-            assert (it.mine.bytes[:, 1] == it.theirs.bytes[:, 5]).all()
+            assert (it.mine.blocks[:, 1] == it.theirs.blocks[:, 5]).all()
 
     run_bounded(body())
 
@@ -166,7 +134,7 @@ def test_many_rooms_are_open_at_once_and_their_numbers_are_used_again() -> None:
                     it.producer.offer(it.ticket(room), 16).computed(KvComputed((room,), True))
                     it.claim(room).place(KvWanted(0, (room + 10,)))
                 await eventually(lambda round_=round_: it.arrived == 20 * (round_ + 1))
-                assert (it.mine.bytes[:, 10:30] == it.theirs.bytes[:, :20]).all()
+                assert (it.mine.blocks[:, 10:30] == it.theirs.blocks[:, :20]).all()
             assert it.lost == []
 
     run_bounded(body())
@@ -547,8 +515,8 @@ def test_blocks_that_are_not_wanted_are_not_fetched() -> None:
             lease.computed(KvComputed((5,)))
             lease.computed(KvComputed((6, 7), True))
             await eventually(lambda: it.arrived == 1)
-            assert (it.mine.bytes[:, 1] == it.theirs.bytes[:, 6]).all()
-            assert not np.delete(it.mine.bytes, [1], axis=1).any()
+            assert (it.mine.blocks[:, 1] == it.theirs.blocks[:, 6]).all()
+            assert not np.delete(it.mine.blocks, [1], axis=1).any()
 
     run_bounded(body())
 
