@@ -1,6 +1,6 @@
 """Measures how fast KV moves between two processes of this host by each transport, next to memcpy of as many bytes.
 
-The ways take turns within each repeat, so that a noisy moment harms them alike. Blocks are shaped like SmolLM2-135M's:
+The transports alternate within each repeat, so that noise affects them alike. Blocks are shaped like SmolLM2-135M's:
 60 planes with 6,144 bytes of each block, and for the smallest size with 1,024.
 """
 
@@ -43,9 +43,9 @@ SHAPE = KvShape(model="bench", dtype="bfloat16", layers=30, kv_heads=3, head_dim
 SIZES = ((1024, 1), (6144, 1), (6144, 3), (6144, 12), (6144, 46), (6144, 182), (6144, 728))
 PATTERNS = ("contiguous", "fragmented")
 MEMCPY = "memcpy"
-WITHIN = "within a process"
+SAME_PROCESS = "within a process"
 SHM_COLD = "shm, first touch"
-START_S = 60.0
+START_TIMEOUT_S = 60.0
 TICKET = Ticket(host="127.0.0.1", port=0, room=1, secret=b"bench")
 
 
@@ -66,12 +66,12 @@ class TransferResults(msgspec.Struct, frozen=True, kw_only=True):
     commit: str
     machine: Machine
     foreign_cores: float
-    """Cores kept busy meanwhile by anything but the two processes: how quiet the machine was."""
+    """Cores kept busy by other processes during the run: an upper bound of the noise."""
     cells: list[TransferCell]
 
 
 class Pool:
-    """A cache in a sealed memory file, every page touched."""
+    """A KV cache in a sealed memory file, every page touched."""
 
     def __init__(self, block_bytes: int, blocks: int, fill: int) -> None:
         plane_bytes = block_bytes * blocks
@@ -93,12 +93,12 @@ class Pool:
         )
 
     def blocks(self, numbers: Sequence[int]) -> NDArray[np.uint8]:
-        """These blocks, plane by plane."""
+        """Return these blocks, plane by plane."""
         return self.bytes.reshape(PLANES, self.memory.blocks, self.memory.block_bytes)[:, list(numbers)]
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What the lender's process says about one of its caches."""
+class OfferedCache(msgspec.Struct, frozen=True):
+    """One cache of the producer process, and how to connect to it."""
 
     memory: KvMemory
     port: int
@@ -106,42 +106,42 @@ class Told(msgspec.Struct, frozen=True):
 
 
 def caches() -> list[tuple[int, int]]:
-    """Bytes of a block part, and blocks: room for the largest list of each, twice."""
+    """Return bytes of a block part, and blocks: twice the largest number of each."""
     largest = {part: max(count for size, count in SIZES if size == part) for part, _ in SIZES}
     return [(part, max(64, 2 * count)) for part, count in largest.items()]
 
 
-def offer(told: Connection, transports: Sequence[str]) -> None:
-    """The program of the lender's process."""
-    uvloop.run(lend_all(told, transports))
+def run_producer(parent: Connection, transports: Sequence[str]) -> None:
+    """The main function of the producer process."""
+    uvloop.run(offer_all(parent, transports))
 
 
-async def lend_all(told: Connection, transports: Sequence[str]) -> None:
+async def offer_all(parent: Connection, transports: Sequence[str]) -> None:
     pools = [Pool(block_bytes, blocks, fill=7) for block_bytes, blocks in caches()]
     async with asyncio.TaskGroup() as tasks:
-        answers = []
+        offered = []
         for pool in pools:
             data = TcpServer(pool.memory, lambda *_: None)
             listener = socket.create_server(("127.0.0.1", 0))
             listener.setblocking(False)
             tasks.create_task(accept(listener, data, tasks))
-            details = {transport: await source_of(transport, pool.memory, data).open() for transport in transports}
-            answers.append(Told(pool.memory, listener.getsockname()[1], details))
-        told.send_bytes(msgspec.msgpack.encode(answers))
+            details = {transport: await build_server(transport, pool.memory, data).open() for transport in transports}
+            offered.append(OfferedCache(pool.memory, listener.getsockname()[1], details))
+        parent.send_bytes(msgspec.msgpack.encode(offered))
         await asyncio.Event().wait()
 
 
-HELD: list[TransportServer] = []
+SERVERS: list[TransportServer] = []  # kept alive
 
 
-def source_of(transport: str, memory: KvMemory, data: TcpServer) -> TransportServer:
-    made: dict[str, Callable[[], TransportServer]] = {
+def build_server(transport: str, memory: KvMemory, data: TcpServer) -> TransportServer:
+    builders: dict[str, Callable[[], TransportServer]] = {
         "shm": lambda: ShmServer(memory, lambda *_: None),
         "nixl": lambda: nixl.NixlServer(memory),
         "tcp": lambda: data,
     }
-    HELD.append(made[transport]())
-    return HELD[-1]
+    SERVERS.append(builders[transport]())
+    return SERVERS[-1]
 
 
 async def accept(listener: socket.socket, data: TcpServer, tasks: asyncio.TaskGroup) -> None:
@@ -154,85 +154,85 @@ async def accept(listener: socket.socket, data: TcpServer, tasks: asyncio.TaskGr
 
 
 @contextmanager
-def producer(transports: Sequence[str]) -> Iterator[list[Told]]:
-    """The other process; it is gone afterwards."""
+def producer(transports: Sequence[str]) -> Iterator[list[OfferedCache]]:
+    """Start the producer process; it is killed afterwards."""
     spawn = multiprocessing.get_context("spawn")
     ours, its = spawn.Pipe()
-    process = spawn.Process(target=offer, args=(its, list(transports)), daemon=True)
+    process = spawn.Process(target=run_producer, args=(its, list(transports)), daemon=True)
     process.start()
     its.close()
     try:
-        if not ours.poll(START_S):
-            raise RuntimeError(f"the lender was not ready within {START_S:g} s")
-        yield msgspec.msgpack.decode(ours.recv_bytes(), type=list[Told])
+        if not ours.poll(START_TIMEOUT_S):
+            raise RuntimeError(f"the producer was not ready within {START_TIMEOUT_S:g} s")
+        yield msgspec.msgpack.decode(ours.recv_bytes(), type=list[OfferedCache])
     finally:
         process.kill()
         process.join()
         ours.close()
 
 
-def reach_of(transport: str, memory: KvMemory) -> TransportClient:
-    made: dict[str, Callable[[], TransportClient]] = {
+def build_client(transport: str, memory: KvMemory) -> TransportClient:
+    builders: dict[str, Callable[[], TransportClient]] = {
         "shm": lambda: ShmClient(memory),
         "nixl": lambda: nixl.NixlClient(memory),
         "tcp": lambda: TcpClient(memory),
     }
-    return made[transport]()
+    return builders[transport]()
 
 
 class Bench:
-    """The borrower's side for one cache of the lender."""
+    """The consumer's side for one cache of the producer."""
 
-    def __init__(self, told: Told, transports: Sequence[str]) -> None:
-        self.told = told
-        self.ticket = msgspec.structs.replace(TICKET, port=told.port)
-        self.mine = Pool(told.memory.block_bytes, told.memory.blocks, fill=1)
-        self.theirs = Pool(told.memory.block_bytes, told.memory.blocks, fill=7)
-        self.reaches = {transport: reach_of(transport, self.mine.memory) for transport in transports}
-        self.paths: dict[str, Channel] = {}
+    def __init__(self, offered: OfferedCache, transports: Sequence[str]) -> None:
+        self.offered = offered
+        self.ticket = msgspec.structs.replace(TICKET, port=offered.port)
+        self.mine = Pool(offered.memory.block_bytes, offered.memory.blocks, fill=1)
+        self.theirs = Pool(offered.memory.block_bytes, offered.memory.blocks, fill=7)
+        self.clients = {transport: build_client(transport, self.mine.memory) for transport in transports}
+        self.channels: dict[str, Channel] = {}
 
     async def __aenter__(self) -> "Bench":
-        for transport in self.reaches:
-            self.paths[transport] = await self.connect(transport)
+        for transport in self.clients:
+            self.channels[transport] = await self.connect(transport)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for transport, connect in self.reaches.items():
-            if transport in self.paths:
-                self.paths[transport].close()
-            await connect.close()
+        for transport, client in self.clients.items():
+            if transport in self.channels:
+                self.channels[transport].close()
+            await client.close()
 
     async def connect(self, transport: str) -> Channel:
-        return await self.reaches[transport].connect(self.ticket, self.told.memory, self.told.details[transport])
+        return await self.clients[transport].connect(self.ticket, self.offered.memory, self.offered.details[transport])
 
     async def measure(self, count: int, pattern: str, repeats: int) -> list[TransferCell]:
-        """Every transport in turn: once to warm up, with a look at the bytes, then `repeats` times."""
-        nbytes = count * PLANES * self.told.memory.block_bytes
-        theirs, places = block_lists(self.told.memory.blocks, count, pattern)
+        """Measure every transport in turn: once as warm-up, with a check of the bytes, then `repeats` times."""
+        nbytes = count * PLANES * self.offered.memory.block_bytes
+        theirs, mine = block_lists(self.offered.memory.blocks, count, pattern)
         seconds: dict[str, list[float]] = {}
-        for transport, path in self.paths.items():
+        for transport, channel in self.channels.items():
             self.mine.bytes[:] = 0
-            await path.fetch(self.ticket, theirs, places)
-            if not np.array_equal(self.mine.blocks(places), self.theirs.blocks(theirs)):
+            await channel.fetch(self.ticket, theirs, mine)
+            if not np.array_equal(self.mine.blocks(mine), self.theirs.blocks(theirs)):
                 raise RuntimeError(f"{transport} moved wrong bytes")
         for _ in range(1 + repeats):
             seconds.setdefault(MEMCPY, []).append(await timed(self.memcpy(nbytes)))
-            seconds.setdefault(WITHIN, []).append(await timed(self.within(theirs, places)))
-            for transport, path in self.paths.items():
-                spent = await timed(path.fetch(self.ticket, theirs, places))
+            seconds.setdefault(SAME_PROCESS, []).append(await timed(self.copy_in_process(theirs, mine)))
+            for transport, channel in self.channels.items():
+                spent = await timed(channel.fetch(self.ticket, theirs, mine))
                 seconds.setdefault(transport, []).append(spent)
-            if "shm" in self.paths:
-                path = await self.connect("shm")
-                seconds.setdefault(SHM_COLD, []).append(await timed(path.fetch(self.ticket, theirs, places)))
-                path.close()
+            if "shm" in self.channels:
+                channel = await self.connect("shm")
+                seconds.setdefault(SHM_COLD, []).append(await timed(channel.fetch(self.ticket, theirs, mine)))
+                channel.close()
         return [
             TransferCell(transport=transport, pattern=pattern, nbytes=nbytes, seconds=spent[1:])
             for transport, spent in seconds.items()
         ]
 
-    async def within(self, theirs: Sequence[int], places: Sequence[int]) -> None:
-        """The same blocks, out of a cache of this process: what the pattern alone costs."""
-        pairs = block_pairs(self.theirs.memory, theirs, self.mine.memory, places)
+    async def copy_in_process(self, theirs: Sequence[int], mine: Sequence[int]) -> None:
+        """Copy the same blocks from a cache of this process: the cost of the pattern alone."""
+        pairs = block_pairs(self.theirs.memory, theirs, self.mine.memory, mine)
         copy_blocks(self.mine.memory, self.theirs.memory, *pairs, Stop())
 
     async def memcpy(self, nbytes: int) -> None:
@@ -246,16 +246,16 @@ async def timed(work: Awaitable[None]) -> float:
 
 
 def block_lists(blocks: int, count: int, pattern: str) -> tuple[list[int], list[int]]:
-    """Which blocks of the lender go where: runs as long as they can be, or no two neighbours together."""
+    """Return the producer's blocks and their targets: one run, or scattered."""
     if pattern == "contiguous":
         return list(range(1, 1 + count)), list(range(blocks - count, blocks))
     order = [np.random.default_rng(seed).permutation(blocks)[:count].tolist() for seed in (1, 2)]
     return order[0], order[1]
 
 
-async def run(told: list[Told], transports: Sequence[str], repeats: int, largest: int) -> list[TransferCell]:
+async def run(caches: list[OfferedCache], transports: Sequence[str], repeats: int, largest: int) -> list[TransferCell]:
     cells: list[TransferCell] = []
-    for each in told:
+    for each in caches:
         async with Bench(each, transports) as bench:
             for block_bytes, count in SIZES:
                 if block_bytes != each.memory.block_bytes or block_bytes * count * PLANES > largest:
@@ -266,16 +266,16 @@ async def run(told: list[Told], transports: Sequence[str], repeats: int, largest
 
 
 def transports_here() -> list[str]:
-    """The ways that can be measured on this machine."""
+    """Return the transports that can be measured on this machine."""
     return [transport for transport in ("shm", "tcp", "nixl") if transport != "nixl" or nixl.available()]
 
 
 def measure(transports: Sequence[str], repeats: int, largest: int = sys.maxsize) -> TransferResults:
     """Run everything and return the cells."""
     began, busy = time.monotonic(), busy_core_s()
-    with producer(transports) as told:
-        cells = uvloop.run(run(told, transports, repeats, largest))
-    # What the two processes used is known for ours only; the rest of the busy time is an upper bound.
+    with producer(transports) as offered:
+        cells = uvloop.run(run(offered, transports, repeats, largest))
+    # Only the CPU time of this process is known, so the rest of the busy time is an upper bound.
     foreign_s = busy_core_s() - busy - time.process_time()
     return TransferResults(
         commit=git_commit(),
@@ -286,7 +286,7 @@ def measure(transports: Sequence[str], repeats: int, largest: int = sys.maxsize)
 
 
 def to_table(results: TransferResults) -> str:
-    """Median GB/s with the least and the most, and the median over memcpy's of the same size."""
+    """Median GB/s with minimum and maximum, and the median relative to memcpy of the same size."""
     rows = []
     for cell in results.cells:
         same = (other for other in results.cells if (other.pattern, other.nbytes) == (cell.pattern, cell.nbytes))
@@ -302,18 +302,18 @@ def to_table(results: TransferResults) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print a table; with --output write the results as JSON too."""
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description=__doc__)
-    parser.add_argument("--ways", default="shm,tcp,nixl", help="of shm, tcp and nixl")
+    parser.add_argument("--transports", default="shm,tcp,nixl", help="comma-separated: shm, tcp, nixl")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--largest-mib", type=int, default=256)
     parser.add_argument("--output", type=File)
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
-    # Leaving by exception stops the lender.
+    # Exit by exception, so that the producer is stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     transports = [transport for transport in options.transports.split(",") if transport in transports_here()]
     results = measure(transports, options.repeats, options.largest_mib << 20)
     print(to_table(results))
     print(
-        f"\n{results.machine.cores} cores of {results.machine.cpu}, {results.foreign_cores:.2f} busy elsewhere at most"
+        f"\n{results.machine.cores} cores of {results.machine.cpu}, at most {results.foreign_cores:.2f} busy otherwise"
     )
     if options.output:
         options.output.write_bytes(msgspec.json.encode(results))

@@ -290,7 +290,7 @@ class Visitor:
         while True:
             while self._heard:
                 message = self._heard.pop(0)
-                if not isinstance(message, wire.Beat):
+                if not isinstance(message, wire.Heartbeat):
                     return message
             try:
                 data = self._connection.recv(65536)
@@ -309,7 +309,7 @@ class Visitor:
     def _beat(self) -> None:
         while not self._over.wait(0.25):
             try:
-                self.send(wire.encode(wire.Beat()))  # short enough to be sent at once
+                self.send(wire.encode(wire.Heartbeat()))  # short enough to be sent at once
             except OSError:
                 return
 

@@ -233,7 +233,7 @@ async def last_words(chunks: AsyncGenerator[Wire, None]) -> tuple[object, int]:
 
 
 def visit(pair: Pair, room: int, secret: bytes, memory: KvMemory) -> Visitor:
-    return Visitor(pair.port, wire.LINE, wire.encode(wire.Claim(room, secret, memory)), beats=True)
+    return Visitor(pair.port, wire.ROOM_PREAMBLE, wire.encode(wire.Claim(room, secret, memory)), beats=True)
 
 
 def test_who_has_no_right_to_a_room_gets_nothing_and_takes_nothing(pair: Pair, texts: dict[Question, str]) -> None:
@@ -247,7 +247,7 @@ def test_who_has_no_right_to_a_room_gets_nothing_and_takes_nothing(pair: Pair, t
             accepted = await asyncio.to_thread(guest.hear)
             assert isinstance(accepted, wire.Accepted)
             assert (accepted.transports, accepted.prompt_tokens) == (("tcp",), 100)
-            assert wrong(visit(pair, 7, b"secret", memory)) == "room 7 is claimed by somebody else"
+            assert wrong(visit(pair, 7, b"secret", memory)) == "room 7 is already claimed"
             blocks: list[int] = []
             while not isinstance(message := await asyncio.to_thread(guest.hear), wire.Computed) or not message.complete:
                 assert isinstance(message, wire.Computed)
@@ -305,7 +305,7 @@ def test_a_room_that_nobody_comes_to_expires(pair: Pair, texts: dict[Question, s
             async with open_room(pair, client, 9) as chunks:
                 assert await last_words(chunks) == ("length", 0)
             message = await asyncio.to_thread(visit(pair, 9, b"secret", memory).hear)
-            assert message == wire.Failed("peer_lost", "nobody has come for the KV within 4 s")
+            assert message == wire.Failed("peer_lost", "no decode worker has claimed the KV within 4 s")
             message = await asyncio.to_thread(absent.hear)
             assert message == wire.Failed("peer_lost", "the prefill has not begun within 4 s")
 
@@ -323,16 +323,16 @@ def test_bytes_that_mean_nothing_harm_nobody(pair: Pair, texts: dict[Question, s
     other = KvMemory(shape=shape, address=0, planes=1, plane_bytes=1, block_bytes=1, blocks=1)
     sent = [
         b"",
-        b"BatonKV1",
+        b"BatonKV2",
         b"GET / HTTP/1.1\r\n\r\n",
-        wire.LINE,
-        wire.LINE + os.urandom(4096),
-        wire.LINE + wire.HEAD.pack(wire.MAX_FRAME_BYTES + 1, 0),
-        wire.LINE + wire.HEAD.pack(3, 0) + b"abc",
-        wire.LINE + wire.encode(wire.Taken()),
-        wire.LINE + wire.encode(wire.Open("tcp")),
-        wire.LINE + wire.encode(wire.Claim(1, b"secret", other)),
-        wire.DATA + os.urandom(4096),
+        wire.ROOM_PREAMBLE,
+        wire.ROOM_PREAMBLE + os.urandom(4096),
+        wire.ROOM_PREAMBLE + wire.HEAD.pack(wire.MAX_FRAME_BYTES + 1, 0),
+        wire.ROOM_PREAMBLE + wire.HEAD.pack(3, 0) + b"abc",
+        wire.ROOM_PREAMBLE + wire.encode(wire.Taken()),
+        wire.ROOM_PREAMBLE + wire.encode(wire.Open("tcp")),
+        wire.ROOM_PREAMBLE + wire.encode(wire.Claim(1, b"secret", other)),
+        wire.DATA_PREAMBLE + os.urandom(4096),
     ]
     with Load(pair.serve, texts, CLIENTS) as load:
         load.flow(4)

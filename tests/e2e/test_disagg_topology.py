@@ -124,7 +124,7 @@ def test_ways_that_do_not_meet_are_named(start: Callable[..., Apart], letters: P
         answer = ask(apart, Question("Which way?", 8), stream)
         assert answer.is_error(503), answer
         assert answer.text == ""
-    assert "no way to read the prefill worker's memory (it offers tcp)" in apart.log_of("worker-1")
+    assert "no transport reads the prefill worker's memory (it offers tcp)" in apart.log_of("worker-1")
     assert_nothing_held(apart, prefill=1)
     apart.stop()
 

@@ -1,4 +1,4 @@
-"""Settings of the hand-off from prefill to decode workers."""
+"""Settings of the KV transfer between prefill and decode workers."""
 
 from typing import Annotated, Literal
 
@@ -11,31 +11,59 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class KvTransferOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How KV gets from one worker to another, and how long each side waits for the other."""
+    """How KV moves from one worker to another, and how long each side waits for the other."""
 
     transports: Annotated[
         str,
         Meta(
             pattern="^(auto|(shm|nixl|tcp)(,(shm|nixl|tcp))*)$",
-            description="ways for KV to take, best first: shm (one host), nixl (RDMA), tcp; auto is all that work here",
+            description="KV transports to use, in order of preference: shm (same host), nixl (RDMA and GPU memory),"
+            " tcp (any network); auto tries all that work on this host",
         ),
     ] = "auto"
     handoff: Annotated[
         Literal["auto", "early", "late"],
-        Meta(description="whether decode is called with prefill or after it; auto is what the engine does best"),
+        Meta(
+            description="when the decode worker gets the request: early, together with the prefill worker, or late,"
+            " after prefill; auto is the engine's preference"
+        ),
     ] = "auto"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port of a prefill worker's rooms; 0 is any free one")] = 0
+    port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="TCP port on which a prefill or encode worker accepts claims; 0 picks a free port; set it where"
+            " a firewall needs a fixed one",
+        ),
+    ] = 0
     claim_timeout_s: Annotated[
-        Seconds, Meta(description="longest that KV waits to be claimed, and a claim for its KV")
+        Seconds,
+        Meta(
+            description="seconds a prefill keeps KV for a decode worker that has not connected (and a decode waits for"
+            " its prefill to start); raise it if requests queue for longer"
+        ),
     ] = 10.0
-    connect_timeout_s: Annotated[Seconds, Meta(description="longest that a connection to another worker may take")] = (
-        3.0
-    )
-    heartbeat_s: Annotated[Seconds, Meta(description="how often the two sides of a room show that they live")] = 1.0
-    peer_timeout_s: Annotated[Seconds, Meta(description="silence after which the other side is taken for lost")] = 5.0
-    checksum: Annotated[bool, Meta(description="verify KV that travels over tcp")] = False
+    connect_timeout_s: Annotated[
+        Seconds, Meta(description="seconds within which a connection to a prefill worker must be established")
+    ] = 3.0
+    heartbeat_s: Annotated[
+        Seconds,
+        Meta(description="seconds between heartbeats on a claim's connection; keep it well below kv.peer_timeout_s"),
+    ] = 1.0
+    peer_timeout_s: Annotated[
+        Seconds,
+        Meta(
+            description="seconds without a heartbeat after which the other worker counts as lost and its requests fail"
+            " over; raise it on busy hosts"
+        ),
+    ] = 5.0
+    checksum: Annotated[
+        bool,
+        Meta(description="verify KV sent over tcp with a CRC-32; lowers throughput; enable it on unreliable networks"),
+    ] = False
 
 
 def chosen_transports(options: KvTransferOptions) -> tuple[str, ...]:
-    """Return the ways to try, best first."""
+    """Return the names of the transports to try, best first."""
     return TRANSPORTS if options.transports == "auto" else tuple(dict.fromkeys(options.transports.split(",")))

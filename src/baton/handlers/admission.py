@@ -25,7 +25,7 @@ def admit(
     """Return the work for `request`, without its media. Raises InvalidRequest, ContextTooLong or Unsupported."""
     for problem in _unsupported(request, can):
         raise Unsupported(problem)
-    _check_prompt(request.token_ids, info, "token_ids", info.context_length - 1)
+    _check_prompt(request.token_ids, info, "token_ids", _max_prompt(info, info.context_length - 1))
     max_tokens = _max_tokens(request, info.context_length)
     _check_logit_bias(request.sampling.logit_bias or {}, info.vocab_size)
     routing = request.routing
@@ -61,7 +61,7 @@ def admit_encode(request: GenerateRequest, info: EngineInfo, can: Capabilities) 
 def admit_embed(inputs: Sequence[Sequence[int]], info: EngineInfo, first: int = 0) -> None:
     """Check inputs to embed; `first` is the index of the first of them in the request. Raises InvalidRequest."""
     for index, tokens in enumerate(inputs, first):
-        _check_prompt(tokens, info, f"input[{index}]", info.context_length)
+        _check_prompt(tokens, info, f"input[{index}]", _max_prompt(info, info.context_length))
 
 
 def _check_prompt(tokens: Sequence[int], info: EngineInfo, field: str, max_length: int | None = None) -> None:
@@ -69,11 +69,16 @@ def _check_prompt(tokens: Sequence[int], info: EngineInfo, field: str, max_lengt
         raise InvalidRequest(f"{field}: the prompt is empty")
     if max_length is not None and len(tokens) > max_length:
         raise ContextTooLong(
-            f"{field}: the prompt has {len(tokens)} tokens; the context of this model is {info.context_length}"
+            f"{field}: the prompt has {len(tokens)} tokens, and may have {max_length}: the context of this model is"
+            f" {info.context_length}"
         )
     for token in (min(tokens), max(tokens)):
         if not _in_vocabulary(token, info.vocab_size):
             raise InvalidRequest(f"{field}[{tokens.index(token)}]: {_no_such_token(token, info.vocab_size)}")
+
+
+def _max_prompt(info: EngineInfo, fits: int) -> int:
+    return fits if info.max_prompt_tokens is None else min(fits, info.max_prompt_tokens)
 
 
 def _in_vocabulary(token: int, vocab_size: int | None) -> bool:

@@ -95,7 +95,7 @@ class DecodeHandler:
             return engine_params(request.prefill_result)
         if self._importer is not None and request.bootstrap is not None:
             return request.bootstrap
-        host, port = await tracked.scope.wait(claim.meeting())
+        host, port = await tracked.scope.wait(claim.bootstrap_address())
         return Bootstrap(host=host, port=port, room=ticket.room)
 
     async def _media(self, request: GenerateRequest, tracked: TrackedRequest) -> LoadedMedia:

@@ -1,13 +1,13 @@
-"""Moving KV from the worker that computed it to the worker that goes on from it.
+"""Moving KV from the prefill worker that computed it to the decode worker that continues from it.
 
     prefill worker                              decode worker
     engine ──KvComputed──► Lease ═══ room ═══ Claim ◄──KvWanted── engine
                                                 └──on_arrived──► engine.received
 
-A prefill worker offers the KV of one request, a decode worker claims it. They meet in a room: a number that both sides
+A prefill worker offers the KV of one request, a decode worker claims it. A room connects them: a number that both sides
 know, and a secret. Failure, cancellation, expiry and loss on one side reach the other. Handlers use `Producer` and
-`Consumer`; a `TransportServer` and a `Channel` move the bytes. Engines that move KV by themselves have rooms too: the
-room carries the address where they connect, and the confirmation that the KV has been read.
+`Consumer`; a `TransportServer` and a `Channel` move the bytes. Engines that move KV themselves have rooms too: the room
+carries their bootstrap address, and the confirmation that the KV has been read.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from baton.protocol.outputs import KvComputed, KvWanted
 
 
 class KvShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What two caches must have in common for the blocks of one to be blocks of the other."""
+    """What two KV caches must have in common for a block of one to be valid in the other."""
 
     model: str
     dtype: str
@@ -34,9 +34,9 @@ class KvShape(msgspec.Struct, frozen=True, kw_only=True):
 class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache of an engine as bytes.
 
-    It is `planes` stretches of equal length, one after the other from `address` (keys and values of each layer); a
-    stretch holds its part of every block, in the order of their numbers. `descriptor` is the file that the memory is a
-    mapping of from its beginning, if other processes may map it too.
+    It consists of `planes` planes of equal length, contiguous from `address` (keys and values of each layer); a plane
+    holds its part of every block, in block order. `descriptor` is the file that the memory maps from offset 0, if other
+    processes may map it too.
     """
 
     shape: KvShape
@@ -50,126 +50,134 @@ class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """The length of the whole."""
+        """The size of all planes."""
         return self.planes * self.plane_bytes
 
 
 class Lease(Protocol):
-    """The KV of one request, held for whoever has its ticket. Event-loop thread only."""
+    """The KV of one request, held for the consumer that has its ticket. Event-loop thread only."""
 
     def computed(self, output: KvComputed) -> None:
-        """Further blocks can be taken."""
+        """Make further blocks readable by the consumer."""
 
     def fail(self, error: BatonError) -> None:
-        """There is nothing to take, or no longer; a borrower is told why. Does nothing after the end."""
+        """End the lease and send `error` to the consumer as the reason. Does nothing after the end."""
 
     def on_lost(self, callback: Callable[[BatonError], None]) -> None:
-        """Call `callback` when the lease ends in any way but by being taken, with what `ended` raises."""
+        """Call `callback` with the error that `ended` raises when the lease ends without its KV being taken."""
 
     async def ended(self) -> None:
-        """Wait until the lease has ended; on return the KV has been taken and nobody will read it any more.
+        """Wait until the lease has ended; on return the KV has been taken and is not read again.
 
-        Raises Cancelled when the borrower did not want it after all, PeerLost when it went away or nobody came in time,
-        and what `fail` was given. In these cases too nobody reads it any more, or nobody believes what he read.
+        Raises Cancelled when the consumer gave the KV up, PeerLost when the consumer was lost or none claimed the room
+        in time, and the error given to `fail`. In these cases a read that is still running is discarded.
         """
 
 
 class Producer(Protocol):
-    """Where KV of this worker can be had."""
+    """Offers the KV of this worker to others."""
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host and the port that tickets name."""
+        """The host and port that tickets name."""
 
     def offer(self, ticket: Ticket, prompt_tokens: int) -> Lease:
         """Open the room of `ticket`. Raises InvalidRequest if it is in use.
 
-        The lease ends by itself when nobody has claimed it in time.
+        The lease expires when it is not claimed in time.
         """
 
     def refuse(self, ticket: Ticket, error: BatonError) -> None:
-        """There will be no lease: who comes with this ticket is told why."""
+        """Answer every claim for this ticket with `error`: there will be no lease."""
 
 
 class Claim(Protocol):
-    """KV on its way here. Event-loop thread only."""
+    """The KV of one request, on its way to this worker. Event-loop thread only."""
 
     @property
     def cached_tokens(self) -> int | None:
-        """How much of the prompt the lender had not to compute, once everything has arrived."""
+        """How many tokens of the prompt the producer found in its prefix cache; known when the KV has arrived."""
 
     async def claimed(self) -> None:
-        """Wait until the room is ours. Raises PeerLost, or the lender's own reason."""
+        """Wait until the producer has accepted the claim. Raises PeerLost, or the producer's error."""
 
-    async def meeting(self) -> tuple[str, int]:
-        """Wait until the room is ours; return where the engines meet that move KV by themselves. Raises PeerLost."""
+    async def bootstrap_address(self) -> tuple[str, int]:
+        """Return the host and port where engines that move KV themselves connect to each other.
+
+        It is a constant of the producer: the first claim waits until it is accepted, later claims return at once. If
+        the producer was restarted with another address meanwhile, `on_lost` gets PeerLost. Raises PeerLost, or the
+        producer's error.
+        """
 
     def taken(self) -> None:
-        """The engine has fetched the KV by itself; the lender is told. Idempotent."""
+        """Confirm to the producer that the engine has read the KV itself. Idempotent."""
 
     def place(self, wanted: KvWanted) -> None:
-        """Say where the KV goes; it is fetched from now on, while it is computed."""
+        """Set the blocks that the KV goes to; fetching starts now, while the rest is computed."""
 
     def give_up(self) -> None:
-        """Want no more of it; a lender that still holds the KV is told so. Idempotent."""
+        """Cancel the claim, also at a producer that still holds the KV. Idempotent."""
 
     async def close(self) -> None:
-        """Give up. On return nothing is written into this worker's memory any more. Idempotent."""
+        """Give up. After return nothing is written into this worker's memory. Idempotent."""
 
 
 class Consumer(Protocol):
-    """How this worker gets the KV of others."""
+    """Claims the KV of other workers."""
 
     def claim(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> Claim:
-        """Claim the room of `ticket`. Exactly one of the callbacks is called, once, unless the loan is closed before.
+        """Claim the room of `ticket`. Exactly one of the callbacks is called, once, unless the claim is closed before.
 
-        `on_lost` gets PeerLost, or the lender's own reason.
+        `on_lost` gets PeerLost, or the producer's error.
         """
 
     def decline(self, ticket: Ticket) -> None:
-        """Tell the lender that nobody will come with this ticket."""
+        """Notify the producer that this ticket will not be used."""
 
 
-# Called as check(room, secret, blocks): raises PeerLost unless these blocks are lent in that room, for that secret.
+# Called as check(room, secret, blocks): raises PeerLost unless that room, with that secret, offers these blocks.
 Check = Callable[[int, bytes, Sequence[int]], None]
 
 
 class TransportServer(Protocol):
-    """One way in which others can read this worker's memory."""
+    """The producer's end of one transport: lets other workers read this worker's memory."""
 
     @property
     def name(self) -> str:
-        """What the way is called."""
+        """The name of the transport, as in `--kv-transports`."""
 
     async def open(self) -> dict[str, object]:
-        """Return what the other side needs for `reach`, for one whose claim has been accepted. Raises PeerLost."""
+        """Return the details that a consumer passes to `TransportClient.connect`. Raises PeerLost.
+
+        They are sent only to a consumer whose claim has been accepted.
+        """
 
     async def close(self) -> None:
-        """End it. Idempotent."""
+        """Stop serving. Idempotent."""
 
 
 class TransportClient(Protocol):
-    """One way in which this worker reads the memory of others."""
+    """The consumer's end of one transport: reads the memory of other workers."""
 
     @property
     def name(self) -> str:
-        """What the way is called."""
+        """The name of the transport, as in `--kv-transports`."""
 
     async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> "Channel":
-        """Return the path to a lender whose `memory` looks like that, from what its source said. Raises PeerLost."""
+        """Return a channel to a producer with this `memory`, from the details its server returned. Raises PeerLost."""
 
     async def close(self) -> None:
-        """End it, after all of its paths. Idempotent."""
+        """Free its resources, after all of its channels are closed. Idempotent."""
 
 
 class Channel(Protocol):
-    """A way from one lender's memory into this worker's."""
+    """Copies blocks from one producer's memory into this worker's."""
 
     async def fetch(self, ticket: Ticket, theirs: Sequence[int], mine: Sequence[int]) -> None:
-        """Copy blocks `theirs` of the lender into blocks `mine` of this worker, in that order. Raises PeerLost.
+        """Copy blocks `theirs` of the producer into blocks `mine` of this worker, in that order. Raises PeerLost.
 
-        When it has ended, in whatever way, cancelled too, nothing is written into `mine` any more.
+        After it has ended, by cancellation too, nothing is written into `mine`.
         """
 
     def close(self) -> None:
-        """Give up what it holds, once no fetch is on its way. Idempotent."""
+        """Free its resources when no fetch is running. Idempotent."""

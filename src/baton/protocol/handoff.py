@@ -1,6 +1,6 @@
-"""How a prefill worker's KV reaches a decode worker: the wire shapes and the two sides of the hand-off.
+"""The handoff of KV from a prefill worker to a decode worker: its wire shapes, and what engines get to know of it.
 
-Engine adapters see only `Produce` and `Consume`; what is inside them is the frontend's contract.
+Engine adapters see only `Produce`, `Consume` and `LocalProbe`; the fields inside follow the frontend's contract.
 """
 
 from typing import Annotated
@@ -17,7 +17,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
-    """Where prefill and decode meet when the address is known before compute (early hand-off)."""
+    """The room of a request whose address is known before prefill starts (early handoff)."""
 
     host: str = msgspec.field(name="bootstrap_host")
     port: Port = msgspec.field(name="bootstrap_port")
@@ -27,7 +27,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What prefill returned with its first token (late hand-off)."""
+    """What prefill returned with its first token (late handoff)."""
 
     disaggregated_params: dict[str, object]
     prompt_tokens_details: dict[str, object] | None = None
@@ -35,7 +35,7 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """What it takes to get the KV of one request: where, which room, and the secret that opens it."""
+    """What a consumer needs to claim the KV of one request: the producer's address, the room and its secret."""
 
     host: str
     port: Port
@@ -44,10 +44,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Produce(msgspec.Struct, frozen=True, kw_only=True, tag="produce"):
-    """This work computes KV that another worker will take.
+    """This work computes KV for another worker.
 
-    An engine that moves KV by itself meets the other one at `bootstrap`. One that does not tells what it has computed,
-    and holds it until the work is aborted.
+    An engine that moves KV itself connects to the other engine at `bootstrap`. Any other engine reports the computed
+    blocks (`KvComputed`) and holds them until the work is aborted.
     """
 
     bootstrap: Bootstrap | None = None
@@ -56,14 +56,14 @@ class Produce(msgspec.Struct, frozen=True, kw_only=True, tag="produce"):
 class Consume(msgspec.Struct, frozen=True, kw_only=True, tag="consume"):
     """This work continues from KV that another worker computed.
 
-    An engine that does not fetch it by itself says where it wants it, and goes on when it has been `received`.
+    An engine that does not fetch KV itself allocates blocks (`KvWanted`) and continues when the KV is `received`.
     """
 
     source: Bootstrap | PrefillResult
 
 
-class LocalProbe(msgspec.Struct, frozen=True, kw_only=True, tag="trial"):
-    """This work is a probe of a worker that needs another one: the least its engine can do of its part, alone."""
+class LocalProbe(msgspec.Struct, frozen=True, kw_only=True, tag="local_probe"):
+    """This work is a health probe of a prefill or decode worker: the least its engine can do without the other role."""
 
 
 Handoff = Produce | Consume | LocalProbe

@@ -1,1 +1,1 @@
-"""Moving KV between workers: rooms, the lines between the two sides, and three ways for the bytes."""
+"""Moving KV between workers: rooms, the connections between their two sides, and the transports shm, nixl and tcp."""

@@ -1,28 +1,38 @@
-"""From block numbers to bytes: what is checked before memory is touched, which stretches move, and the copy itself.
+"""From block numbers to bytes: checks before memory is touched, the spans to move, and the copy itself.
 
-Knows nothing of how two processes meet. What is wrong with the other side is PeerLost.
+Knows nothing of connections. Invalid input from the other side raises PeerLost.
 """
 
+import asyncio
 import ctypes
+import functools
+import logging
 from collections.abc import Sequence
-from ctypes import byref, c_int32
-from typing import NamedTuple
+from concurrent.futures import Future
+from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.engine_kit.cpp_build import BuildError, load_library
 from baton.errors import PeerLost
 from baton.ports.transfer import KvMemory
-from baton.transfer.copier import load_copier
+
+log = logging.getLogger(__name__)
 
 Numbers = NDArray[np.int64]
+T = TypeVar("T")
 
 MAX_BLOCK_NUMBER = 2**31 - 1
 _PIECE_BYTES = 4 << 20
+SOURCES = (Path(__file__).with_name("copy.cpp"),)
+FLAGS = ("-O2",)
 
 
 class Spans(NamedTuple):
-    """Stretches of memory, in the order in which they move."""
+    """Contiguous pieces of memory, in the order in which they move."""
 
     addresses: Numbers
     lengths: Numbers
@@ -33,13 +43,13 @@ class Spans(NamedTuple):
 
 
 class Stop:
-    """A flag that ends a copy before its time. Any thread may set it."""
+    """A flag that stops a copy early. Any thread may set it."""
 
     def __init__(self) -> None:
         self._flag = c_int32(0)
 
     def set(self) -> None:
-        """End the copy at its next piece."""
+        """Stop the copy before its next piece."""
         self._flag.value = 1
 
     def is_set(self) -> bool:
@@ -47,34 +57,34 @@ class Stop:
 
     @property
     def flag(self) -> c_int32:
-        """What the compiled copy looks at."""
+        """The flag as the compiled copy reads it."""
         return self._flag
 
 
 def require_sound(memory: KvMemory, size: int) -> None:
-    """Raise PeerLost unless `memory` fits itself and `size` bytes that are really there."""
-    least = min(memory.planes, memory.plane_bytes, memory.block_bytes, memory.blocks)
-    if least < 1:
-        raise PeerLost("a KV cache without planes, blocks or bytes cannot be read")
+    """Raise PeerLost unless `memory` is consistent and fits into the `size` bytes that exist."""
+    smallest = min(memory.planes, memory.plane_bytes, memory.block_bytes, memory.blocks)
+    if smallest < 1:
+        raise PeerLost("the KV cache has no planes, blocks or bytes")
     if memory.blocks > MAX_BLOCK_NUMBER:
-        raise PeerLost(f"a KV cache of {memory.blocks} blocks is larger than any may be")
+        raise PeerLost(f"a KV cache of {memory.blocks} blocks is larger than {MAX_BLOCK_NUMBER}")
     if memory.block_bytes * memory.blocks > memory.plane_bytes:
         raise PeerLost(f"{memory.blocks} blocks of {memory.block_bytes} bytes do not fit {memory.plane_bytes} bytes")
     if memory.nbytes > size:
-        raise PeerLost(f"a KV cache of {memory.nbytes} bytes does not fit the {size} bytes that are there")
+        raise PeerLost(f"a KV cache of {memory.nbytes} bytes does not fit into memory of {size} bytes")
 
 
 def require_alike(mine: KvMemory | None, theirs: KvMemory | None) -> None:
-    """Raise PeerLost unless the blocks of one memory are blocks of the other, or both engines move KV by themselves."""
+    """Raise PeerLost unless a block of one memory is valid in the other, or both engines move KV themselves."""
     if mine is None and theirs is None:
         return
     if mine is None or theirs is None:
-        raise PeerLost("one engine moves KV by itself, and the other does not: they cannot hand over to each other")
+        raise PeerLost("one engine moves KV itself and the other does not: no handoff between them is possible")
     pairs = [(name, getattr(mine.shape, name), getattr(theirs.shape, name)) for name in mine.shape.__struct_fields__]
     pairs += [(name, getattr(mine, name), getattr(theirs, name)) for name in ("planes", "block_bytes")]
     different = [f"{name} is {own} here and {other} there" for name, own, other in pairs if own != other]
     if different:
-        raise PeerLost(f"the KV caches do not fit each other: {', '.join(different)}")
+        raise PeerLost(f"the KV caches are not compatible: {', '.join(different)}")
 
 
 def require_host(memory: KvMemory, transport: str) -> None:
@@ -88,43 +98,43 @@ def block_numbers(memory: KvMemory, blocks: Sequence[int] | Numbers) -> Numbers:
     try:
         numbers: Numbers = np.asarray(blocks, dtype=np.int64)
     except (OverflowError, TypeError, ValueError):
-        raise PeerLost("what should be block numbers is something else") from None
+        raise PeerLost("invalid block numbers") from None
     if numbers.ndim != 1:
-        raise PeerLost("what should be a list of block numbers is something else")
+        raise PeerLost("block numbers are not a flat list")
     if numbers.size and (numbers.min() < 0 or numbers.max() >= memory.blocks):
-        raise PeerLost(f"blocks {numbers.min()} to {numbers.max()} are not all among the {memory.blocks} of the cache")
+        raise PeerLost(f"blocks {numbers.min()} to {numbers.max()} are not all within the {memory.blocks} of the cache")
     return numbers
 
 
 def block_pairs(
     their_memory: KvMemory, theirs: Sequence[int], my_memory: KvMemory, mine: Sequence[int]
 ) -> tuple[Numbers, Numbers]:
-    """Return both lists as arrays. Raises PeerLost unless they are as long as each other and within the caches."""
+    """Return both lists as arrays. Raises PeerLost unless they are equally long and within the caches."""
     if len(theirs) != len(mine):
         raise PeerLost(f"{len(theirs)} blocks cannot be copied into {len(mine)}")
     return block_numbers(their_memory, theirs), block_numbers(my_memory, mine)
 
 
 def spans(memory: KvMemory, blocks: Numbers) -> Spans:
-    """Return where `blocks` lie: plane by plane, in their order, with neighbours joined."""
+    """Return the spans of `blocks`: plane by plane, in their order, with adjacent blocks joined."""
     starts, counts = _runs(blocks)
     return _spans(memory, blocks[starts], counts)
 
 
 def paired_spans(their_memory: KvMemory, theirs: Numbers, my_memory: KvMemory, mine: Numbers) -> tuple[Spans, Spans]:
-    """Return where both lists lie, cut alike: span i of one is as long as span i of the other."""
+    """Return the spans of both lists, cut alike: span i of one is as long as span i of the other."""
     starts, counts = _runs(theirs, mine)
     return _spans(their_memory, theirs[starts], counts), _spans(my_memory, mine[starts], counts)
 
 
 def copy_blocks(to: KvMemory, source: KvMemory, theirs: Numbers, mine: Numbers, stop: Stop) -> bool:
-    """Copy blocks `theirs` of `source` into blocks `mine` of `to`; both are memory of this process, checked before.
+    """Copy blocks `theirs` of `source` into blocks `mine` of `to`; both are validated memory of this process.
 
-    Returns whether everything was copied: not when `stop` was set meanwhile. Other threads run while it copies.
+    Returns whether everything was copied: False if `stop` was set meanwhile. Other threads run while it copies.
     """
     library = load_copier()
     if library is None:
-        return _copy_by_runs(to, source, theirs, mine, stop)
+        return copy_blocks_with_numpy(to, source, theirs, mine, stop)
     theirs, mine = np.ascontiguousarray(theirs), np.ascontiguousarray(mine)
     copied = library.baton_copy_blocks(
         to.address,
@@ -141,24 +151,60 @@ def copy_blocks(to: KvMemory, source: KvMemory, theirs: Numbers, mine: Numbers, 
     return bool(copied)
 
 
-def _copy_by_runs(to: KvMemory, source: KvMemory, theirs: Numbers, mine: Numbers, stop: Stop) -> bool:
-    """The same where nothing can be compiled."""
+@functools.cache
+def load_copier() -> ctypes.CDLL | None:
+    """Return the compiled copy, building it if need be; None, with the reason logged, if it cannot be built."""
+    try:
+        library = load_library(SOURCES, FLAGS)
+    except BuildError as error:
+        log.warning("KV is copied by numpy, which is slow for scattered blocks: %s", error)
+        return None
+    counts = [c_int64] * 4
+    library.baton_copy_blocks.argtypes = [c_void_p, counts[0], c_void_p, *counts[1:], *[c_void_p] * 2, c_int64]
+    library.baton_copy_blocks.argtypes += [POINTER(c_int32)]
+    library.baton_copy_blocks.restype = c_int
+    return library
+
+
+def copy_blocks_with_numpy(to: KvMemory, source: KvMemory, theirs: Numbers, mine: Numbers, stop: Stop) -> bool:
+    """Copy like `copy_blocks`, without the compiled code.
+
+    It takes the interpreter lock again for every run of blocks and waits for it while other threads are busy: a
+    fragmented request then takes a hundred times as long. The compiled copy releases the lock once.
+    """
     target, origin = _view(to), _view(source)
     starts, counts = _runs(theirs, mine)
-    most = max(1, _PIECE_BYTES // (to.planes * to.block_bytes))
+    piece_blocks = max(1, _PIECE_BYTES // (to.planes * to.block_bytes))
     for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
         first, theirs_first = int(mine[start]), int(theirs[start])
-        for done in range(0, count, most):
+        for done in range(0, count, piece_blocks):
             if stop.is_set():
                 return False
-            size = min(most, count - done)
+            size = min(piece_blocks, count - done)
             piece = origin[:, theirs_first + done : theirs_first + done + size]
             target[:, first + done : first + done + size] = piece
     return True
 
 
+async def wait_for_thread(work: Future[T], stop: Stop) -> T:
+    """Wait for `work`, which checks `stop`. Cancelled, it sets `stop` and ends only when the thread is done."""
+    future = asyncio.wrap_future(work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        stop.set()
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                continue  # the thread still writes; the first cancellation is raised below
+        if not future.cancelled():
+            future.exception()  # marks it as retrieved
+        raise
+
+
 def _view(memory: KvMemory) -> NDArray[np.uint8]:
-    """The blocks of `memory` as an array: planes, blocks, bytes."""
+    """Return the blocks of `memory` as an array of planes, blocks and bytes."""
     raw = memoryview((ctypes.c_uint8 * memory.nbytes).from_address(memory.address)).cast("B")
     planes = np.frombuffer(raw, np.uint8).reshape(memory.planes, memory.plane_bytes)
     blocks = planes[:, : memory.blocks * memory.block_bytes]
@@ -166,7 +212,7 @@ def _view(memory: KvMemory) -> NDArray[np.uint8]:
 
 
 def _runs(*lists: Numbers) -> tuple[Numbers, Numbers]:
-    """Return where runs start and how long they are; within a run each number of each list follows the one before."""
+    """Return the starts and lengths of runs; within a run the numbers of each list are consecutive."""
     size = len(lists[0])
     if not size:
         return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -1,70 +1,70 @@
-"""One connection between the two sides of a room: messages both ways, and the certainty that the other side lives."""
+"""One connection between the two sides of a room: messages both ways, and heartbeats that detect a lost peer."""
 
 import asyncio
 from collections.abc import Callable
 from typing import cast
 
 from baton.errors import PeerLost
-from baton.transfer.wire import LINE, Beat, Frames, Message, encode
+from baton.transfer.wire import ROOM_PREAMBLE, Frames, Heartbeat, Message, encode
 
 MAX_UNSENT_BYTES = 8 << 20
 
 
 class RoomConnection(asyncio.Protocol):
-    """Calls `on_message` for each message but beats, and `on_lost` once, unless it is closed from here before."""
+    """Calls `on_message` for each message but heartbeats, and `on_lost` once, unless `close` was called before."""
 
     def __init__(self, heartbeat_s: float, peer_timeout_s: float, preamble: bytes = b"") -> None:
         self.on_message: Callable[[Message], None] = _ignore
         self.on_lost: Callable[[PeerLost], None] = _ignore
-        self._beat_s = heartbeat_s
-        self._silence_s = peer_timeout_s
+        self._heartbeat_s = heartbeat_s
+        self._peer_timeout_s = peer_timeout_s
         self._preamble = preamble
         self._loop = asyncio.get_running_loop()
         self._frames = Frames()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._heard = self._loop.time()
-        self._over = False
+        self._received_at = self._loop.time()
+        self._ended = False
 
     def send(self, message: Message) -> None:
-        """Say `message`, if there is still somebody to say it to."""
-        if self._transport is not None and not self._over:
+        """Send `message`, unless the connection has ended."""
+        if self._transport is not None and not self._ended:
             self._transport.write(encode(message))
             if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-                self._lose(PeerLost("the other worker does not read"))
+                self._lose(PeerLost("the other worker does not read from its connection"))
 
     def close(self) -> None:
-        """Hang up, once what has been said is heard.
+        """Close the connection once the other side has read everything.
 
-        Who closes at once makes the other side's next word fail, and with it what it has not read yet, so this waits
-        until the other side hangs up too, or has been silent for too long.
+        An immediate close would make the other side's next write fail, and discard what it has not read yet. So this
+        half-closes and waits until the other side closes too, or the peer timeout has passed.
         """
         self._end()
         if self._transport is None or self._transport.is_closing():
             return
         try:
             self._transport.write_eof()
-        except (OSError, RuntimeError):  # whoever gave up connecting has closed it already
+        except (OSError, RuntimeError):  # a cancelled connect has closed it already
             self._transport.abort()
         else:
-            self._timer = self._loop.call_later(self._silence_s, self._transport.abort)
+            self._timer = self._loop.call_later(self._peer_timeout_s, self._transport.abort)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)
-        if self._over:
+        if self._ended:
             self._transport.abort()
             return
         self._transport.write(self._preamble)
-        self._heard = self._loop.time()
-        self._timer = self._loop.call_later(self._beat_s, self._beat)
+        self._received_at = self._loop.time()
+        self._timer = self._loop.call_later(self._heartbeat_s, self._beat)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        self._heard = self._loop.time()
+        self._received_at = self._loop.time()
         try:
             for message in self._frames.feed(data):
-                if not self._over and not isinstance(message, Beat):
+                if not self._ended and not isinstance(message, Heartbeat):
                     self.on_message(message)
         except PeerLost as error:
             self._lose(error)
@@ -72,34 +72,34 @@ class RoomConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._transport = None
-        self._lose(PeerLost("the other worker hung up" if exc is None else f"the other worker is gone: {exc}"))
+        self._lose(PeerLost("the other worker closed the connection" if exc is None else f"connection lost: {exc}"))
         self._end()
 
     def _beat(self) -> None:
-        silent_s = self._loop.time() - self._heard
-        if silent_s > self._silence_s:
-            self._lose(PeerLost(f"nothing was heard of the other worker for {silent_s:.1f} s"))
+        silent_s = self._loop.time() - self._received_at
+        if silent_s > self._peer_timeout_s:
+            self._lose(PeerLost(f"the other worker has sent nothing for {silent_s:.1f} s"))
         else:
-            self.send(Beat())
-            self._timer = self._loop.call_later(self._beat_s, self._beat)
+            self.send(Heartbeat())
+            self._timer = self._loop.call_later(self._heartbeat_s, self._beat)
 
     def _lose(self, error: PeerLost) -> None:
-        if not self._over:
+        if not self._ended:
             self._end()
             if self._transport is not None:
                 self._transport.abort()
             self.on_lost(error)
 
     def _end(self) -> None:
-        self._over = True
+        self._ended = True
         if self._timer is not None:
             self._timer.cancel()
 
 
 def outgoing_connection(heartbeat_s: float, peer_timeout_s: float) -> RoomConnection:
-    """Return a line that says what it is when it is connected."""
-    return RoomConnection(heartbeat_s, peer_timeout_s, LINE)
+    """Return a connection that sends the preamble when it is established."""
+    return RoomConnection(heartbeat_s, peer_timeout_s, ROOM_PREAMBLE)
 
 
 def _ignore(_: object) -> None:
-    """Nobody listens yet."""
+    """The default callback."""

@@ -8,10 +8,10 @@
 
 namespace {
 
-// How much is copied before `stop` is looked at again.
+// Bytes copied between checks of `stop`.
 constexpr int64_t kPieceBytes = 1 << 20;
-// From here on the copy goes past the CPU's caches, which could not hold it: memory is then not read before it is
-// written. memcpy would do so by itself for one long stretch, but not for many short ones.
+// Copies from this size on bypass the CPU caches, which could not hold them: memory is then not read before it is
+// written. memcpy does so itself for one long span, but not for many short ones.
 constexpr int64_t kStreamBytes = 4 << 20;
 
 void copy_piece(char* to, const char* from, int64_t bytes, bool stream) {
@@ -33,7 +33,7 @@ void copy_piece(char* to, const char* from, int64_t bytes, bool stream) {
   std::memcpy(to, from, bytes);
 }
 
-// Makes what was streamed visible to other threads before anything that is written later.
+// Makes streamed stores visible to other threads before later stores.
 void settle() {
 #ifdef __SSE2__
   _mm_sfence();
@@ -42,8 +42,8 @@ void settle() {
 
 }  // namespace
 
-// Blocks `theirs[i]` of the memory at `from` go into blocks `mine[i]` of the memory at `to`. A memory is `planes`
-// stretches, `*_plane_bytes` apart. Returns 1 if everything was copied, 0 if `stop` became other than zero before.
+// Copies blocks `theirs[i]` of the memory at `from` into blocks `mine[i]` of the memory at `to`. A memory has `planes`
+// planes, `*_plane_bytes` apart. Returns 1 if everything was copied, 0 if `stop` became nonzero before.
 extern "C" __attribute__((visibility("default"))) int baton_copy_blocks(
     char* to, int64_t to_plane_bytes, const char* from, int64_t from_plane_bytes, int64_t planes, int64_t block_bytes,
     const int64_t* theirs, const int64_t* mine, int64_t count, const volatile int32_t* stop) {

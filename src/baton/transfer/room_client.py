@@ -1,44 +1,45 @@
-"""The decode side: claiming rooms of prefill workers and fetching what they hold, while it is computed."""
+"""The consumer's side: claims rooms of prefill workers and fetches their KV while it is computed."""
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
-from baton.config.transfer import KvTransferOptions, chosen_transports
-from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
+from baton.config.transfer import KvTransferOptions
+from baton.errors import BatonError, Cancelled, PeerLost
 from baton.ports.transfer import Channel, KvMemory, TransportClient
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvWanted
-from baton.transfer import nixl, wire
+from baton.transfer import wire
 from baton.transfer.block_copy import require_alike
 from baton.transfer.connection import RoomConnection, outgoing_connection
-from baton.transfer.failures import failed, failure
-from baton.transfer.shm import ShmClient
-from baton.transfer.tcp import TcpClient
+from baton.transfer.transports import transport_clients
 
-OPEN_S = 10.0
+log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 10.0
 IDLE_PEER_S = 600.0
-NOT_WANTED = Cancelled("the KV is not wanted any more")
+GIVEN_UP = Cancelled("the decode worker has given up its claim")
 
 T = TypeVar("T")
 
 
 def open_room_client(options: KvTransferOptions, memory: KvMemory | None) -> "RoomClient":
-    """Return what fetches KV of others into `memory`, or claims it for an engine that fetches by itself.
+    """Return a client that fetches KV into `memory`, or only claims it for an engine that fetches KV itself.
 
     Raises ConfigError.
     """
-    return RoomClient(options, memory, _reaches(options, memory) if memory is not None else ())
+    return RoomClient(options, memory, transport_clients(options, memory) if memory is not None else ())
 
 
 class _Peer:
-    """One run of a lender's process, and the way to its memory that was found to work."""
+    """One producer process: its bootstrap address, and the channel to its memory once one has been negotiated."""
 
     def __init__(self) -> None:
-        self.path: Channel | None = None
+        self.bootstrap_address: tuple[str, int] | None = None
+        self.channel: Channel | None = None
         self.transport = ""
         self.negotiating = asyncio.Lock()
         self.used_at = 0.0
@@ -47,105 +48,136 @@ class _Peer:
 class RoomClient:
     """A Consumer (see `ports/transfer.py`). Event-loop thread only."""
 
-    def __init__(self, options: KvTransferOptions, memory: KvMemory | None, reaches: Sequence[TransportClient]) -> None:
+    def __init__(
+        self, options: KvTransferOptions, memory: KvMemory | None, transports: Sequence[TransportClient]
+    ) -> None:
         self.options = options
         self.memory = memory
         self.bytes_by_transport: defaultdict[str, float] = defaultdict(float)
         self.seconds_by_transport: defaultdict[str, float] = defaultdict(float)
-        self._reaches = reaches
-        self._peers: dict[str, _Peer] = {}
-        self._loans: set[RoomClaim] = set()
+        self._transports = transports
+        self._peers: dict[str, _Peer] = {}  # by identity of the producer's process
+        self._producers: dict[tuple[str, int], str] = {}  # the process that was last seen at an address
+        self._claims: set[RoomClaim] = set()
         self._declining: set[asyncio.Task[None]] = set()
+
+    @property
+    def open_claims(self) -> int:
+        """How many claims have not ended."""
+        return len(self._claims)
 
     def claim(
         self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]
     ) -> "RoomClaim":
-        """See `Borrower.borrow`."""
+        """See `Consumer.claim`."""
         claim = RoomClaim(self, ticket, on_arrived, on_lost)
-        self._loans.add(claim)
+        self._claims.add(claim)
         return claim
 
     async def close(self) -> None:
-        """Give up every loan and every path. Idempotent."""
-        await asyncio.gather(*(claim.close() for claim in tuple(self._loans)))
+        """Give up every claim and close every channel. Idempotent."""
+        await asyncio.gather(*(claim.close() for claim in tuple(self._claims)))
         if self._declining:
             await asyncio.wait(self._declining, timeout=self.options.connect_timeout_s)
         for task in self._declining:
             task.cancel()
-        for name in tuple(self._peers):
-            self.drop(name)
-        for connect in self._reaches:
-            await connect.close()
+        for producer in tuple(self._peers):
+            self.drop(producer)
+        for client in self._transports:
+            await client.close()
 
     def done(self, claim: "RoomClaim") -> None:
-        """A loan has ended."""
-        self._loans.discard(claim)
+        """Remove a claim that has ended."""
+        self._claims.discard(claim)
 
     def decline(self, ticket: Ticket) -> None:
-        """See `Borrower.decline`: the lender must not hold the KV until it expires."""
+        """See `Consumer.decline`: without it the producer would hold the KV until the lease expires."""
         task = asyncio.create_task(self._decline(ticket))
         self._declining.add(task)
         task.add_done_callback(self._declining.discard)
 
-    async def path_to(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Channel, str]:
-        """Return the path from a lender's `memory`, and its name; the first loan from it finds out which way works."""
-        peer = self._peers.get(accepted.producer)
-        if peer is None:
-            self._drop_idle()
-            peer = self._peers[accepted.producer] = _Peer()
-        peer.used_at = time.monotonic()
+    def bootstrap_address(self, ticket: Ticket) -> tuple[str, int] | None:
+        """Return the bootstrap address of the producer that was last seen at the ticket's address, if it is known."""
+        peer = self._peers.get(self._producers.get((ticket.host, ticket.port), ""))
+        return peer.bootstrap_address if peer is not None else None
+
+    def learn_bootstrap_address(self, ticket: Ticket, accepted: wire.Accepted) -> None:
+        """Remember the bootstrap address of a producer, if its engine has one."""
+        if accepted.bootstrap_address is not None:
+            self._peer(accepted.producer).bootstrap_address = accepted.bootstrap_address
+            self._producers[ticket.host, ticket.port] = accepted.producer
+
+    def forget_producer(self, ticket: Ticket) -> None:
+        """The connection to the ticket's address failed: another process may be there next time."""
+        self._producers.pop((ticket.host, ticket.port), None)
+
+    async def channel_to(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Channel, str]:
+        """Return the channel to a producer's `memory`, and its transport; the first claim negotiates it."""
+        peer = self._peer(accepted.producer)
         async with peer.negotiating:
-            if peer.path is None:
-                peer.path, peer.transport = await self._negotiate(claim, accepted, memory)
-            return peer.path, peer.transport
+            if peer.channel is None:
+                peer.channel, peer.transport = await self._negotiate(claim, accepted, memory)
+            return peer.channel, peer.transport
 
     def drop(self, producer: str) -> None:
-        """Forget the way to a lender: it does not work, or is not needed."""
+        """Close the channel to a producer, because it failed or is idle, and forget the producer."""
         peer = self._peers.pop(producer, None)
-        if peer is not None and peer.path is not None:
-            peer.path.close()
+        if peer is not None and peer.channel is not None:
+            peer.channel.close()
+        self._producers = {address: name for address, name in self._producers.items() if name != producer}
 
-    async def connect(self, ticket: Ticket, line: RoomConnection) -> None:
-        """Call a lender. Raises PeerLost."""
+    async def connect(self, ticket: Ticket, connection: RoomConnection) -> None:
+        """Connect to a producer. Raises PeerLost."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.options.connect_timeout_s):
-                await loop.create_connection(lambda: line, ticket.host.strip("[]"), ticket.port)
+                await loop.create_connection(lambda: connection, ticket.host.strip("[]"), ticket.port)
         except OSError as error:  # TimeoutError is one
+            self.forget_producer(ticket)
             reason = error.strerror or f"no answer within {self.options.connect_timeout_s:g} s"
-            raise PeerLost(f"cannot reach the prefill worker at {ticket.host}:{ticket.port}: {reason}") from None
+            raise PeerLost(f"cannot connect to the prefill worker at {ticket.host}:{ticket.port}: {reason}") from None
+
+    def _peer(self, producer: str) -> _Peer:
+        peer = self._peers.get(producer)
+        if peer is None:
+            self._drop_idle()
+            peer = self._peers[producer] = _Peer()
+        peer.used_at = time.monotonic()
+        return peer
 
     async def _negotiate(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Channel, str]:
         problems = [f"it offers {', '.join(accepted.transports)}"]
-        for connect in self._reaches:
-            if connect.name not in accepted.transports:
+        for client in self._transports:
+            if client.name not in accepted.transports:
                 continue
-            opened = await claim.ask(wire.Open(connect.name))
+            opened = await claim.open_transport(client.name)
             try:
                 if opened.details is None:
                     raise PeerLost(opened.problem)
-                return await connect.connect(claim.ticket, memory, opened.details), connect.name
+                return await client.connect(claim.ticket, memory, opened.details), client.name
             except PeerLost as error:
-                problems.append(f"{connect.name}: {error.message}")
-        raise PeerLost(f"no way to read the prefill worker's memory ({'; '.join(problems)})")
+                problems.append(f"{client.name}: {error.message}")
+        raise PeerLost(f"no transport reads the prefill worker's memory ({'; '.join(problems)})")
 
     async def _decline(self, ticket: Ticket) -> None:
-        line = outgoing_connection(self.options.heartbeat_s, self.options.peer_timeout_s)
-        with suppress(PeerLost):
-            await self.connect(ticket, line)
-            line.send(wire.Claim(ticket.room, ticket.secret, self.memory))
-            line.send(failed(NOT_WANTED))
-        line.close()
+        connection = outgoing_connection(self.options.heartbeat_s, self.options.peer_timeout_s)
+        try:
+            await self.connect(ticket, connection)
+            connection.send(wire.Claim(ticket.room, ticket.secret, self.memory))
+            connection.send(wire.encode_error(GIVEN_UP))
+        except PeerLost as error:
+            log.debug("room %d could not be declined: %s", ticket.room, error.message)
+        connection.close()
 
     def _drop_idle(self) -> None:
         now = time.monotonic()
-        for name, peer in tuple(self._peers.items()):
+        for producer, peer in tuple(self._peers.items()):
             if now - peer.used_at > IDLE_PEER_S and not peer.negotiating.locked():
-                self.drop(name)
+                self.drop(producer)
 
 
 class RoomClaim:
-    """See `Claim`. One task claims, fetches and confirms; whatever goes wrong cancels it."""
+    """See `Claim`. One task claims, fetches and confirms; any failure cancels it."""
 
     def __init__(
         self,
@@ -160,67 +192,74 @@ class RoomClaim:
         self._consumer = consumer
         self._on_arrived = on_arrived
         self._on_lost = on_lost
-        self._line = outgoing_connection(consumer.options.heartbeat_s, consumer.options.peer_timeout_s)
-        self._line.on_message = self._hear
-        self._line.on_lost = self._lose
+        self._connection = outgoing_connection(consumer.options.heartbeat_s, consumer.options.peer_timeout_s)
+        self._connection.on_message = self._receive
+        self._connection.on_lost = self._lose_connection
         self._wanted: asyncio.Future[KvWanted] = loop.create_future()
         self._accepted: asyncio.Future[wire.Accepted] = loop.create_future()
         self._opened: asyncio.Future[wire.Opened] = loop.create_future()
         self._released: asyncio.Future[None] = loop.create_future()
         self._taken: asyncio.Future[None] = loop.create_future()
         self._computed: asyncio.Queue[wire.Computed] = asyncio.Queue()
+        self._assumed_address: tuple[str, int] | None = None  # returned before the claim was accepted
         self._error: BatonError | None = None
         self._closed = False
-        self._claimed = False
+        self._claim_sent = False
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._clean_up)
 
     async def claimed(self) -> None:
-        """See `Loan.claimed`."""
+        """See `Claim.claimed`."""
         waited: list[asyncio.Future[Any]] = [self._accepted, self._task]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not self._accepted.done() or self._accepted.cancelled():  # cancelled with the task that waits for it
-            raise self._error or PeerLost("the KV is not wanted any more")
+            raise self._error or PeerLost("the claim was closed")
 
-    async def meeting(self) -> tuple[str, int]:
-        """See `Loan.meeting`."""
+    async def bootstrap_address(self) -> tuple[str, int]:
+        """See `Claim.bootstrap_address`."""
+        known = self._consumer.bootstrap_address(self.ticket)
+        if known is not None and not self._accepted.done() and not self._task.done():
+            self._assumed_address = known
+            return known
         await self.claimed()
-        if (meeting := self._accepted.result().meeting) is None:
-            raise PeerLost("the prefill worker does not say where the engines meet")
-        return meeting
+        if (address := self._accepted.result().bootstrap_address) is None:
+            raise PeerLost("the prefill worker has no bootstrap address")
+        return address
 
     def taken(self) -> None:
-        """See `Loan.taken`."""
+        """See `Claim.taken`."""
         if not self._taken.done():
             self._taken.set_result(None)
-            self._line.send(wire.Taken())
+            self._connection.send(wire.Taken())
 
     def place(self, wanted: KvWanted) -> None:
-        """See `Loan.place`."""
+        """See `Claim.place`."""
         if not self._wanted.done():
             self._wanted.set_result(wanted)
 
     def give_up(self) -> None:
-        """See `Loan.give_up`."""
+        """See `Claim.give_up`."""
         if self._closed or self._task.done():
             return
         self._closed = True
-        if not self._claimed:
+        if self._taken.done() and not self._claim_sent:
+            return  # the task confirms that the KV was taken, and ends
+        if not self._claim_sent:
             self._consumer.decline(self.ticket)
         elif not self._taken.done():
-            self._line.send(failed(NOT_WANTED))
+            self._connection.send(wire.encode_error(GIVEN_UP))
         self._task.cancel()
 
     async def close(self) -> None:
-        """See `Loan.close`."""
+        """See `Claim.close`."""
         self.give_up()
         await asyncio.wait([self._task])
 
-    async def ask(self, question: wire.Open) -> wire.Opened:
-        """Ask the lender how its memory can be read. Raises PeerLost."""
+    async def open_transport(self, transport: str) -> wire.Opened:
+        """Request the details of one of the producer's transports. Raises PeerLost."""
         self._opened = asyncio.get_running_loop().create_future()
-        self._line.send(question)
-        return await _within(OPEN_S, self._opened, f"the prefill worker did not open the way {question.transport}")
+        self._connection.send(wire.Open(transport))
+        return await _within(ANSWER_TIMEOUT_S, self._opened, f"the prefill worker did not open transport {transport}")
 
     async def _run(self) -> None:
         try:
@@ -229,7 +268,7 @@ class RoomClaim:
             if self._error is None:  # closed from this side
                 return
         except BatonError as error:
-            self._line.send(failed(error))
+            self._connection.send(wire.encode_error(error))
             self._error = self._error or error
         if self._closed:
             return
@@ -239,54 +278,57 @@ class RoomClaim:
             self._on_lost(self._error)
 
     def _clean_up(self, _: asyncio.Task[None]) -> None:
-        """A callback, since a task that is cancelled at once never runs."""
-        self._line.close()
+        """A callback, since a task that is cancelled before its first step never runs."""
+        self._connection.close()
         self._consumer.done(self)
 
     async def _get(self) -> None:
-        await self._consumer.connect(self.ticket, self._line)
-        self._line.send(wire.Claim(self.ticket.room, self.ticket.secret, self._consumer.memory))
-        self._claimed = True
-        accepted = await self._accepted  # the lender answers in time, or falls silent and is taken for lost
+        await self._consumer.connect(self.ticket, self._connection)
+        self._connection.send(wire.Claim(self.ticket.room, self.ticket.secret, self._consumer.memory))
+        self._claim_sent = True
+        if self._taken.done():  # the engine was faster than this connection
+            self._connection.send(wire.Taken())
+        accepted = await self._accepted  # bounded: the producer's claim timeout, or the peer timeout if it is silent
         require_alike(memory := self._consumer.memory, accepted.memory)
         if memory is None or accepted.memory is None:
             await self._taken
             return
-        path, transport = await self._consumer.path_to(self, accepted, accepted.memory)
+        channel, transport = await self._consumer.channel_to(self, accepted, accepted.memory)
         wanted = await self._wanted
         try:
-            await self._fetch(path, transport, wanted, memory)
+            await self._fetch(channel, transport, wanted, memory)
         except PeerLost:
             self._consumer.drop(accepted.producer)
             raise
-        self._line.send(wire.Taken())
-        await _within(OPEN_S, self._released, "the prefill worker did not confirm that the KV was still held")
+        self._connection.send(wire.Taken())
+        problem = "the prefill worker did not confirm that the KV was still held"
+        await _within(ANSWER_TIMEOUT_S, self._released, problem)
 
-    async def _fetch(self, path: Channel, transport: str, wanted: KvWanted, memory: KvMemory) -> None:
-        """Copy what is wanted into `memory`, part by part as it is computed."""
-        place = 0
-        last = wanted.first + len(wanted.blocks)
+    async def _fetch(self, channel: Channel, transport: str, wanted: KvWanted, memory: KvMemory) -> None:
+        """Copy the wanted blocks into `memory`, part by part as they are computed."""
+        position = 0
+        end = wanted.first + len(wanted.blocks)
         while True:
             part = await self._computed.get()
-            skipped = max(0, wanted.first - place)
-            theirs = part.blocks[skipped : max(skipped, last - place)]
-            start = max(place, wanted.first) - wanted.first
+            skipped = max(0, wanted.first - position)
+            theirs = part.blocks[skipped : max(skipped, end - position)]
+            start = max(position, wanted.first) - wanted.first
             if theirs:
                 began = time.perf_counter()
-                await path.fetch(self.ticket, theirs, wanted.blocks[start : start + len(theirs)])
+                await channel.fetch(self.ticket, theirs, wanted.blocks[start : start + len(theirs)])
                 self._consumer.seconds_by_transport[transport] += time.perf_counter() - began
                 self._consumer.bytes_by_transport[transport] += len(theirs) * memory.planes * memory.block_bytes
-            place += len(part.blocks)
+            position += len(part.blocks)
             if part.complete:
                 break
-        if place < last:
-            raise PeerLost(f"the prefill worker has {place} blocks of this prompt, and {last} are needed")
+        if position < end:
+            raise PeerLost(f"the prefill worker has {position} blocks of this prompt, and {end} are needed")
         self.cached_tokens = part.cached_tokens
 
-    def _hear(self, message: wire.Message) -> None:
+    def _receive(self, message: wire.Message) -> None:
         match message:
             case wire.Accepted() if not self._accepted.done():
-                self._accepted.set_result(message)
+                self._accept(message)
             case wire.Opened() if not self._opened.done():
                 self._opened.set_result(message)
             case wire.Computed():
@@ -294,36 +336,33 @@ class RoomClaim:
             case wire.Released() if not self._released.done():
                 self._released.set_result(None)
             case wire.Failed():
-                error = failure(message)
-                # The prefill was cancelled, but nobody has told us that our client has left: then it begins anew.
+                error = wire.decode_error(message)
+                # A cancelled prefill does not cancel this request, whose client is still there: it can be retried.
                 self._lose(PeerLost(error.message) if isinstance(error, Cancelled) else error)
             case _:
-                self._lose(PeerLost(f"{type(message).__name__} was not expected"))
+                self._lose(PeerLost(f"unexpected message {type(message).__name__}"))
+
+    def _accept(self, message: wire.Accepted) -> None:
+        self._consumer.learn_bootstrap_address(self.ticket, message)
+        self._accepted.set_result(message)
+        if self._assumed_address not in (None, message.bootstrap_address):
+            # The engine connects to an address of an earlier process, and would wait there in vain.
+            self._lose(PeerLost("the prefill worker was restarted with another bootstrap address"))
+
+    def _lose_connection(self, error: PeerLost) -> None:
+        if self._error is None and not self._released.done():  # not closed in the course of the protocol
+            self._consumer.forget_producer(self.ticket)
+        self._lose(error)
 
     def _lose(self, error: BatonError) -> None:
         if self._released.done():
-            return  # everything is here
+            return  # all KV has arrived
         self._error = self._error or error
         self._task.cancel()
 
 
-async def _within(limit_s: float, answer: asyncio.Future[T], complaint: str) -> T:
+async def _within(limit_s: float, answer: asyncio.Future[T], problem: str) -> T:
     try:
         return await asyncio.wait_for(asyncio.shield(answer), limit_s)
     except TimeoutError:
-        raise PeerLost(f"{complaint} within {limit_s:g} s") from None
-
-
-def _reaches(options: KvTransferOptions, memory: KvMemory) -> Sequence[TransportClient]:
-    """Return the ways in which this worker can read the memory of others, best first."""
-    reaches: list[TransportClient] = []
-    for transport in chosen_transports(options):
-        if transport == "nixl" and nixl.available():
-            reaches.append(nixl.NixlClient(memory))
-        elif transport == "shm" and memory.device == "cpu":
-            reaches.append(ShmClient(memory))
-        elif transport == "tcp" and memory.device == "cpu":
-            reaches.append(TcpClient(memory, options.checksum, options.connect_timeout_s))
-    if not reaches:
-        raise ConfigError(f"none of the ways {options.transports} (--kv-transports) works here")
-    return reaches
+        raise PeerLost(f"{problem} within {limit_s:g} s") from None

@@ -1,35 +1,36 @@
-"""The prefill side: rooms that others come to, and what they are told there."""
+"""The producer's side: accepts the connections of consumers and serves the rooms that they claim."""
 
 import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from baton.config.transfer import KvTransferOptions, chosen_transports
+from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
-from baton.ports.transfer import KvMemory, TransportServer
+from baton.ports.transfer import KvMemory
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvComputed
-from baton.transfer import nixl, wire
+from baton.transfer import wire
 from baton.transfer.block_copy import require_alike
 from baton.transfer.connection import RoomConnection
-from baton.transfer.failures import failed, failure
 from baton.transfer.rooms import Room, Rooms, RoomState
-from baton.transfer.shm import ShmServer
+from baton.transfer.sockets import receive_bytes
 from baton.transfer.tcp import TcpServer
+from baton.transfer.transports import transport_servers
 
 log = logging.getLogger(__name__)
 
-GREETING_S = 5.0
+GREETING_TIMEOUT_S = 5.0  # for the preamble, and for the claim after it
+ACCEPT_RETRY_S = 0.1
 BACKLOG = 512
 
 
 async def open_room_server(
-    options: KvTransferOptions, memory: KvMemory | None, host: str, meeting: tuple[str, int] | None = None
+    options: KvTransferOptions, memory: KvMemory | None, host: str, bootstrap_address: tuple[str, int] | None = None
 ) -> "RoomServer":
-    """Listen on `host` for those who come for KV of `memory`, or of an engine that moves it by itself at `meeting`.
+    """Listen on `host` for claims to KV in `memory`, or of an engine that moves KV itself, at `bootstrap_address`.
 
     Raises ConfigError.
     """
@@ -39,7 +40,7 @@ async def open_room_server(
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {options.port} (--kv-port): {error}") from None
     listener.setblocking(False)
-    return RoomServer(options, memory, listener, meeting)
+    return RoomServer(options, memory, listener, bootstrap_address)
 
 
 class RoomServer:
@@ -50,43 +51,50 @@ class RoomServer:
         options: KvTransferOptions,
         memory: KvMemory | None,
         listener: socket.socket,
-        meeting: tuple[str, int] | None = None,
+        bootstrap_address: tuple[str, int] | None = None,
     ) -> None:
         self.rooms = Rooms(memory_s=options.claim_timeout_s)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._options = options
         self._memory = memory
-        self._meeting = meeting
+        self._bootstrap_address = bootstrap_address
         self._listener = listener
-        self._name = uuid.uuid4().hex
-        self._data = TcpServer(memory, self.rooms.check, options.checksum) if memory is not None else None
-        self._sources = {source.name: source for source in _sources(options, memory, self.rooms, self._data)}
+        self._identity = uuid.uuid4().hex
+        self._servers = transport_servers(options, memory, self.rooms.check) if memory is not None else {}
         self._leases: dict[Room, RoomLease] = {}
         self._waiting: dict[int, list[_ClaimSession]] = {}
-        self._visits: set[_ClaimSession] = set()
+        self._sessions: set[_ClaimSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
         self._spawn(self._accept())
 
+    @property
+    def open_sessions(self) -> int:
+        """How many consumers are connected."""
+        return len(self._sessions)
+
+    @property
+    def waiting_claims(self) -> int:
+        """How many claims wait for a room that is not open yet."""
+        return sum(map(len, self._waiting.values()))
+
     def offer(self, ticket: Ticket, prompt_tokens: int) -> "RoomLease":
-        """See `Lender.lend`."""
+        """See `Producer.offer`."""
         room = self.rooms.offer(ticket.room, ticket.secret, prompt_tokens)
         lease = self._leases[room] = RoomLease(self, room, self._options.claim_timeout_s)
         self._empty.clear()
-        for visit in self._waiting.pop(room.number, ()):
-            visit.claim()
+        self._retry_claims(room.number)
         return lease
 
     def refuse(self, ticket: Ticket, error: BatonError) -> None:
-        """See `Lender.refuse`."""
+        """See `Producer.refuse`."""
         room = self.rooms.find(ticket.room, ticket.secret)
         if room is not None:
             self.end(room, RoomState.FAILED, error)
             return
         self.rooms.refuse(ticket.room, ticket.secret, error)
-        for visit in self._waiting.pop(ticket.room, ()):
-            visit.claim()
+        self._retry_claims(ticket.room)
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until no room is open; return False if that takes longer than `timeout_s`."""
@@ -100,80 +108,90 @@ class RoomServer:
         """End every lease and stop listening. Idempotent."""
         for room in tuple(self._leases):
             self.end(room, RoomState.FAILED, PeerLost("the prefill worker is shutting down"))
-        for visit in tuple(self._visits):
-            visit.leave()
+        for session in tuple(self._sessions):
+            session.close()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=GREETING_S)
+            await asyncio.wait(self._tasks, timeout=GREETING_TIMEOUT_S)
         self._listener.close()
-        for source in self._sources.values():
-            await source.close()
+        for server in self._servers.values():
+            await server.close()
 
     def end(self, room: Room, state: RoomState, error: BatonError | None = None) -> None:
-        """End a lease in whatever way; both sides are told. Does nothing if it has ended."""
+        """End a lease and notify both sides. Does nothing if it has ended."""
         if self.rooms.end(room, state, error):
             self._leases.pop(room).finish(error)
             if not self._leases:
                 self._empty.set()
 
-    def wait_for_room(self, visit: "_ClaimSession", number: int) -> None:
-        """Somebody has come before the prefill has begun."""
-        self._waiting.setdefault(number, []).append(visit)
+    def wait_for_room(self, session: "_ClaimSession", number: int) -> None:
+        """Keep a claim that arrived before its prefill has started."""
+        self._waiting.setdefault(number, []).append(session)
 
-    def forget(self, visit: "_ClaimSession", number: int | None) -> None:
-        """A visit has ended."""
-        self._visits.discard(visit)
-        if number is not None and visit in (waiting := self._waiting.get(number, [])):
-            waiting.remove(visit)
+    def forget(self, session: "_ClaimSession", number: int | None) -> None:
+        """Remove a session that has ended."""
+        self._sessions.discard(session)
+        if number is not None and session in (waiting := self._waiting.get(number, [])):
+            waiting.remove(session)
             if not waiting:
                 del self._waiting[number]
 
-    def attach(self, room: Room, visit: "_ClaimSession") -> wire.Accepted:
-        """Tell the holder of `room` from now on what becomes of it; return the first thing to tell."""
-        self._leases[room].attach(visit)
-        return wire.Accepted(self._name, self._memory, tuple(self._sources), room.prompt_tokens, self._meeting)
+    def attach(self, room: Room, session: "_ClaimSession") -> wire.Accepted:
+        """Connect the session to the lease of `room`; return the message that accepts its claim."""
+        self._leases[room].attach(session)
+        return wire.Accepted(
+            self._identity, self._memory, tuple(self._servers), room.prompt_tokens, self._bootstrap_address
+        )
 
-    def open_transport(self, visit: "_ClaimSession", transport: str) -> None:
-        """Prepare a way to read our memory and tell the visitor about it."""
-        self._spawn(self._open_transport(visit, transport))
+    def open_transport(self, session: "_ClaimSession", transport: str) -> None:
+        """Start a transport if need be and send its details."""
+        self._spawn(self._open_transport(session, transport))
 
-    async def _open_transport(self, visit: "_ClaimSession", transport: str) -> None:
+    async def _open_transport(self, session: "_ClaimSession", transport: str) -> None:
         try:
-            if transport not in self._sources:
-                raise PeerLost(f"there is no way {transport!r} here")
-            visit.line.send(wire.Opened(transport, await self._sources[transport].open()))
+            if transport not in self._servers:
+                raise PeerLost(f"there is no transport {transport!r} here")
+            session.connection.send(wire.Opened(transport, await self._servers[transport].open()))
         except PeerLost as error:
-            visit.line.send(wire.Opened(transport, problem=error.message))
+            session.connection.send(wire.Opened(transport, problem=error.message))
+
+    def _retry_claims(self, number: int) -> None:
+        for session in self._waiting.pop(number, ()):
+            session.claim()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
-            except OSError as error:  # too many open files, mostly: others may leave
+            except OSError as error:  # usually too many open files, which passes
                 log.warning("cannot accept a connection: %s", error)
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
             self._spawn(self._greet(connection))
 
     async def _greet(self, connection: socket.socket) -> None:
-        """Find out what a connection is for."""
-        loop = asyncio.get_running_loop()
+        """Read the preamble and start what it asks for."""
         try:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            async with asyncio.timeout(GREETING_S):
-                preamble = await _read(loop, connection, wire.PREAMBLE_BYTES)
-        except (OSError, PeerLost, asyncio.CancelledError):  # TimeoutError is an OSError
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
+                preamble = await receive_bytes(connection, wire.PREAMBLE_BYTES, GREETING_TIMEOUT_S)
+        except (OSError, PeerLost) as error:  # TimeoutError is an OSError
+            log.debug("a connection ended before its preamble: %s", error)
             connection.close()
             return
-        if preamble == wire.DATA and self._data is not None and self._data.name in self._sources:
-            await self._data.serve(connection)
-        elif preamble == wire.LINE:
-            visit = _ClaimSession(self, self._memory, self._options)
-            self._visits.add(visit)
-            await loop.connect_accepted_socket(lambda: visit.line, connection)
+        except BaseException:
+            connection.close()
+            raise
+        tcp = self._servers.get(TcpServer.name)
+        if preamble == wire.DATA_PREAMBLE and isinstance(tcp, TcpServer):
+            await tcp.serve(connection)
+        elif preamble == wire.ROOM_PREAMBLE:
+            session = _ClaimSession(self, self._memory, self._options)
+            self._sessions.add(session)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: session.connection, connection)
         else:
             connection.close()
 
@@ -190,7 +208,7 @@ class RoomLease:
         loop = asyncio.get_running_loop()
         self._producer = producer
         self._room = room
-        self._visit: _ClaimSession | None = None
+        self._session: _ClaimSession | None = None
         self._on_lost: Callable[[BatonError], None] | None = None
         self._end: asyncio.Future[None] = loop.create_future()
         self._timer = loop.call_later(claim_timeout_s, self._expire, claim_timeout_s)
@@ -201,13 +219,12 @@ class RoomLease:
         room.blocks.update(dict.fromkeys(output.blocks))
         room.complete = output.complete
         room.cached_tokens = output.cached_tokens
-        if self._visit is not None:
-            self._visit.line.send(wire.Computed(output.blocks, output.complete, output.cached_tokens))
+        if self._session is not None:
+            self._session.connection.send(wire.Computed(output.blocks, output.complete, output.cached_tokens))
 
     def fail(self, error: BatonError) -> None:
         """See `Lease.fail`."""
-        state = RoomState.CANCELLED if isinstance(error, Cancelled) else RoomState.FAILED
-        self._producer.end(self._room, state, error)
+        self._producer.end(self._room, _failed_state(error), error)
 
     def on_lost(self, callback: Callable[[BatonError], None]) -> None:
         """See `Lease.on_lost`."""
@@ -217,46 +234,45 @@ class RoomLease:
         """See `Lease.ended`."""
         await asyncio.shield(self._end)
 
-    def attach(self, visit: "_ClaimSession") -> None:
-        """Somebody has claimed it."""
+    def attach(self, session: "_ClaimSession") -> None:
+        """The room has been claimed."""
         self._timer.cancel()
-        self._visit = visit
+        self._session = session
 
     def finish(self, error: BatonError | None) -> None:
-        """It has ended; tell both sides."""
+        """The room has ended; notify both sides."""
         self._timer.cancel()
-        if self._visit is not None:
-            self._visit.finish(error)
+        if self._session is not None:
+            self._session.finish(error)
         if error is None:
             self._end.set_result(None)
         else:
             self._end.set_exception(error)
-            self._end.exception()  # marked as read: nobody may be waiting
+            self._end.exception()  # marks it as retrieved: `ended` may never be called
             if self._on_lost is not None:
                 self._on_lost(error)
 
     def _expire(self, claim_timeout_s: float) -> None:
-        self._producer.end(
-            self._room, RoomState.EXPIRED, PeerLost(f"nobody has come for the KV within {claim_timeout_s:g} s")
-        )
+        error = PeerLost(f"no decode worker has claimed the KV within {claim_timeout_s:g} s")
+        self._producer.end(self._room, RoomState.EXPIRED, error)
 
 
 class _ClaimSession:
-    """Somebody on the line."""
+    """One connected consumer and its claim."""
 
     def __init__(self, producer: RoomServer, memory: KvMemory | None, options: KvTransferOptions) -> None:
-        self.line = RoomConnection(options.heartbeat_s, options.peer_timeout_s)
-        self.line.on_message = self._hear
-        self.line.on_lost = self._lost
+        self.connection = RoomConnection(options.heartbeat_s, options.peer_timeout_s)
+        self.connection.on_message = self._receive
+        self.connection.on_lost = self._lost
         self._producer = producer
         self._memory = memory
-        self._claim_s = options.claim_timeout_s
+        self._claim_timeout_s = options.claim_timeout_s
         self._claim: wire.Claim | None = None
         self._room: Room | None = None
-        self._timer = asyncio.get_running_loop().call_later(GREETING_S, self._refuse, PeerLost("no claim has come"))
+        self._timer = self._refuse_after(GREETING_TIMEOUT_S, "no claim was received")
 
     def claim(self) -> None:
-        """Ask for the room, or ask again; wait if it is not there yet."""
+        """Claim the room, or try again; wait if it is not open yet."""
         assert self._claim is not None
         try:
             require_alike(self._memory, self._claim.memory)
@@ -269,47 +285,45 @@ class _ClaimSession:
             return
         self._timer.cancel()
         room = self._room
-        self.line.send(self._producer.attach(room, self))
+        self.connection.send(self._producer.attach(room, self))
         if room.blocks:
-            self.line.send(wire.Computed(tuple(room.blocks), room.complete, room.cached_tokens))
+            self.connection.send(wire.Computed(tuple(room.blocks), room.complete, room.cached_tokens))
 
     def finish(self, error: BatonError | None) -> None:
-        """The lease has ended; say so and hang up."""
-        self.line.send(wire.Released() if error is None else failed(error))
-        self.leave()
+        """The lease has ended; send the result and close the connection."""
+        self.connection.send(wire.Released() if error is None else wire.encode_error(error))
+        self.close()
 
-    def leave(self) -> None:
-        """Hang up."""
+    def close(self) -> None:
+        """Close the connection."""
         self._timer.cancel()
-        self.line.close()
+        self.connection.close()
         self._producer.forget(self, self._claim.room if self._claim else None)
 
-    def _hear(self, message: wire.Message) -> None:
+    def _receive(self, message: wire.Message) -> None:
         match message:
             case wire.Claim() if self._claim is None:
                 self._claim = message
                 self._timer.cancel()
-                late = PeerLost(f"the prefill has not begun within {self._claim_s:g} s")
-                self._timer = asyncio.get_running_loop().call_later(self._claim_s, self._refuse, late)
+                self._timer = self._refuse_after(self._claim_timeout_s, "the prefill has not begun")
                 self.claim()
             case wire.Open() if self._room is not None:
                 self._producer.open_transport(self, message.transport)
             case wire.Taken() if self._room is not None and (self._room.complete or self._memory is None):
                 self._producer.end(self._room, RoomState.DONE)
             case wire.Failed() if self._claim is not None:
-                self._regret(failure(message))
+                self._withdraw(wire.decode_error(message))
             case _:
-                self._refuse(PeerLost(f"{type(message).__name__} was not expected"))
+                self._refuse(PeerLost(f"unexpected message {type(message).__name__}"))
 
-    def _regret(self, error: BatonError) -> None:
-        """The other side does not want it any more, or cannot go on."""
+    def _withdraw(self, error: BatonError) -> None:
+        """The consumer has given up its claim, or has failed."""
         assert self._claim is not None
         if self._room is not None:
-            state = RoomState.CANCELLED if isinstance(error, Cancelled) else RoomState.FAILED
-            self._producer.end(self._room, state, error)
+            self._producer.end(self._room, _failed_state(error), error)
         else:
             self._producer.rooms.refuse(self._claim.room, self._claim.secret, error)
-            self.leave()
+            self.close()
 
     def _refuse(self, error: BatonError) -> None:
         if self._room is not None:
@@ -317,36 +331,15 @@ class _ClaimSession:
         else:
             self.finish(error)
 
+    def _refuse_after(self, timeout_s: float, problem: str) -> asyncio.TimerHandle:
+        error = PeerLost(f"{problem} within {timeout_s:g} s")
+        return asyncio.get_running_loop().call_later(timeout_s, self._refuse, error)
+
     def _lost(self, error: PeerLost) -> None:
         if self._room is not None:
             self._producer.end(self._room, RoomState.FAILED, error)
-        self.leave()
+        self.close()
 
 
-def _sources(
-    options: KvTransferOptions, memory: KvMemory | None, rooms: Rooms, data: TcpServer | None
-) -> Sequence[TransportServer]:
-    """Return the ways in which our memory can be read, best first."""
-    sources: list[TransportServer] = []
-    if memory is None or data is None:
-        return sources
-    for transport in chosen_transports(options):
-        if transport == "shm" and memory.descriptor is not None:
-            sources.append(ShmServer(memory, rooms.check))
-        elif transport == "nixl" and nixl.available():
-            sources.append(nixl.NixlServer(memory))
-        elif transport == "tcp" and memory.device == "cpu":
-            sources.append(data)
-    if not sources:
-        raise ConfigError(f"none of the ways {options.transports} (--kv-transports) works here")
-    return sources
-
-
-async def _read(loop: asyncio.AbstractEventLoop, connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = await loop.sock_recv(connection, count - len(data))
-        if not part:
-            raise PeerLost("hung up")
-        data += part
-    return data
+def _failed_state(error: BatonError) -> RoomState:
+    return RoomState.CANCELLED if isinstance(error, Cancelled) else RoomState.FAILED

@@ -1,12 +1,12 @@
-"""The rooms of a prefill worker: who may take what, and how it ended. Plain and synchronous.
+"""The rooms of a producer: which blocks a consumer may read, and how each room ended. Plain and synchronous.
 
     offered ──► claimed ──► done
-       │           ├──────► failed      the prefill, or the worker that came for it, did not get through
-       │           └──────► cancelled   it was not wanted after all
+       │           ├──────► failed      the prefill or the consumer failed
+       │           └──────► cancelled   one of the two gave it up
        └──► expired | failed | cancelled
 
-A room is known by its number; nothing is told or given to who does not have its secret. An ended room is remembered for
-a while, so that who comes late is told why; its number can be used again at once.
+A room is identified by its number; a peer without its secret learns nothing about it and reads nothing. An ended room
+is remembered for a while, so that a late claim gets the reason; its number can be used again at once.
 """
 
 import enum
@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 from baton.errors import BatonError, Cancelled, InvalidRequest, PeerLost
 
-MAX_REMEMBERED = 10_000
-
 
 class RoomState(enum.StrEnum):
-    """Where a room is."""
+    """The state of a room."""
 
     OFFERED = "offered"
     CLAIMED = "claimed"
@@ -39,7 +37,7 @@ _MOVES = {
 
 
 class Room:
-    """One lease: its secret, and the blocks that its holder may read."""
+    """One lease: its secret, and the blocks that its consumer may read."""
 
     __slots__ = ("blocks", "cached_tokens", "complete", "number", "prompt_tokens", "secret", "state")
 
@@ -48,7 +46,7 @@ class Room:
         self.secret = secret
         self.prompt_tokens = prompt_tokens
         self.state = RoomState.OFFERED
-        self.blocks: dict[int, None] = {}  # in the order of the prompt
+        self.blocks: dict[int, None] = {}  # in prompt order
         self.complete = False
         self.cached_tokens = 0
 
@@ -61,10 +59,13 @@ class _Ending(NamedTuple):
 
 
 class Rooms:
-    """The open rooms of one worker, and for `memory_s` those that have ended."""
+    """The open rooms of one worker, and those that ended in the last `memory_s` seconds, at most `max_remembered`."""
 
-    def __init__(self, memory_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, memory_s: float, clock: Callable[[], float] = time.monotonic, max_remembered: int = 10_000
+    ) -> None:
         self._memory_s = memory_s
+        self._max_remembered = max_remembered
         self._clock = clock
         self._open: dict[int, Room] = {}
         self._ended: OrderedDict[int, _Ending] = OrderedDict()
@@ -73,7 +74,7 @@ class Rooms:
     @property
     def open(self) -> dict[str, int]:
         """How many rooms are open, by state."""
-        counts = Counter(room.state for room in tuple(self._open.values()))  # may be asked from another thread
+        counts = Counter(room.state for room in tuple(self._open.values()))  # other threads read it too
         return {state.value: counts[state] for state in _MOVES}
 
     @property
@@ -81,8 +82,13 @@ class Rooms:
         """How many rooms have ended since the start, by state."""
         return {state.value: self._endings[state] for state in RoomState if state not in _MOVES}
 
+    @property
+    def remembered(self) -> int:
+        """How many ended or refused rooms are remembered."""
+        return len(self._ended)
+
     def offer(self, number: int, secret: bytes, prompt_tokens: int) -> Room:
-        """Open a room. Raises InvalidRequest while its number is in use, Cancelled if its visitor has left already."""
+        """Open a room. Raises InvalidRequest while its number is in use, Cancelled if its consumer has given it up."""
         if number in self._open:
             raise InvalidRequest(f"bootstrap_room: {number} is in use")
         ending = self._remembered(number, secret)
@@ -93,7 +99,7 @@ class Rooms:
         return room
 
     def claim(self, number: int, secret: bytes) -> Room | None:
-        """Let somebody in; None if the room is not there yet. Raises PeerLost, or why the room has ended."""
+        """Claim a room; None if it is not open yet. Raises PeerLost, or the error that the room ended with."""
         room = self._open.get(number)
         if room is None:
             ending = self._remembered(number, secret)
@@ -102,43 +108,43 @@ class Rooms:
             return None
         self._check_secret(room, secret)
         if room.state is not RoomState.OFFERED:
-            raise PeerLost(f"room {number} is claimed by somebody else")
+            raise PeerLost(f"room {number} is already claimed")
         self._move(room, RoomState.CLAIMED)
         return room
 
     def check(self, number: int, secret: bytes, blocks: Sequence[int]) -> None:
-        """Raise PeerLost unless these blocks may be read now with this secret."""
+        """Raise PeerLost unless these blocks may be read with this secret now."""
         room = self._open.get(number)
         if room is None or room.state is not RoomState.CLAIMED:
             raise PeerLost(f"room {number} is not open")
         self._check_secret(room, secret)
         if not room.blocks.keys() >= set(blocks):
-            raise PeerLost(f"blocks were asked for that are not of room {number}")
+            raise PeerLost(f"some of the requested blocks do not belong to room {number}")
 
     def end(self, room: Room, state: RoomState, error: BatonError | None = None) -> bool:
-        """Close a room and remember why; return whether it was open."""
+        """Close a room and remember the reason; return whether it was open."""
         if self._open.get(room.number) is not room:
             return False
         self._move(room, state)
         del self._open[room.number]
         self._endings[state] += 1
-        why = error or PeerLost(f"room {room.number} has ended: {state}")
-        self._remember(room.number, room.secret, why, was_open=True)
+        reason = error or PeerLost(f"room {room.number} has ended: {state}")
+        self._remember(room.number, room.secret, reason, was_open=True)
         return True
 
     def find(self, number: int, secret: bytes) -> Room | None:
-        """Return the open room with this secret, if there is one."""
+        """Return the open room with this number and secret, if there is one."""
         room = self._open.get(number)
         return room if room is not None and hmac.compare_digest(room.secret, secret) else None
 
     def refuse(self, number: int, secret: bytes, error: BatonError) -> None:
-        """Remember that there will be no such room, and why."""
+        """Remember that this room will not open, and the reason."""
         if number not in self._open:
             self._remember(number, secret, error, was_open=False)
 
     def _move(self, room: Room, state: RoomState) -> None:
         if state not in _MOVES[room.state]:
-            raise AssertionError(f"a room does not go from {room.state} to {state}")
+            raise AssertionError(f"illegal room transition from {room.state} to {state}")
         room.state = state
 
     def _check_secret(self, room: Room, secret: bytes) -> None:
@@ -155,5 +161,8 @@ class Rooms:
         now = self._clock()
         self._ended.pop(number, None)
         self._ended[number] = _Ending(secret, error, was_open, now + self._memory_s)
-        while self._ended and (len(self._ended) > MAX_REMEMBERED or next(iter(self._ended.values())).until < now):
+        while self._ended and (self.remembered > self._max_remembered or self._oldest().until < now):
             self._ended.popitem(last=False)
+
+    def _oldest(self) -> _Ending:
+        return next(iter(self._ended.values()))

@@ -1,11 +1,11 @@
-"""The way within one host: the lender's cache is a file in memory that the borrower maps and copies out of.
+"""The transport within one host: the producer's cache is a memory file that the consumer maps and copies from.
 
-The file is passed, for reading only, over a Unix socket without a path, to who knows a room's secret and runs as the
-same user. The connection stays: when the lender dies it ends, and the borrower lets go of the memory.
+The descriptor is passed, for reading only, over an abstract Unix socket, to a process of the same user that knows a
+room's secret. The connection stays open: when the producer dies it ends, and the consumer unmaps the memory.
 
-    borrower                      lender
-    Knock  ──────────────────────►         one packet: room and secret
-           ◄────────────────────── Answer  one packet with the descriptor; or why not
+    consumer                        producer
+    MapRequest ────────────────────►            one packet: room and secret
+               ◄──────────────────── MapAnswer  one packet with the descriptor, or the problem
 """
 
 import asyncio
@@ -31,11 +31,12 @@ from baton.transfer.block_copy import (
     Stop,
     block_pairs,
     copy_blocks,
+    load_copier,
     require_alike,
     require_host,
     require_sound,
+    wait_for_thread,
 )
-from baton.transfer.copier import load_copier
 from baton.transfer.sockets import readable
 
 log = logging.getLogger(__name__)
@@ -43,50 +44,50 @@ log = logging.getLogger(__name__)
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 PACKET_BYTES = 4096
 BACKLOG = 128
-RETRY_S = 0.01
-ACCEPT_AGAIN_S = 0.1
-# To go to a thread and back takes as long as to copy this much.
-AT_ONCE_BYTES = 1 << 20
+CONNECT_RETRY_S = 0.01
+ACCEPT_RETRY_S = 0.1
+# A round trip to a thread takes as long as copying this much.
+INLINE_BYTES = 1 << 20
 
 
-class Knock(msgspec.Struct, frozen=True, array_like=True):
-    """I have the ticket of this room."""
+class MapRequest(msgspec.Struct, frozen=True, array_like=True):
+    """The sender has the ticket of this room and wants to map the cache."""
 
     room: Room
     secret: bytes
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Here it is, with so many bytes; or not at all, and why."""
+class MapAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The size of the cache whose descriptor comes with this packet, or the problem."""
 
     size: int = 0
     problem: str = ""
 
 
 class ShmDetails(msgspec.Struct, frozen=True):
-    """What a borrower needs to know."""
+    """What a consumer needs to connect."""
 
     socket: str
 
 
 class ShmServer:
-    """Hands out the file that `memory` is a mapping of. Event-loop thread only."""
+    """Passes the file that `memory` maps to consumers. Event-loop thread only."""
 
     name = "shm"
 
-    def __init__(self, memory: KvMemory, check: Check, knock_s: float = 3.0) -> None:
+    def __init__(self, memory: KvMemory, check: Check, request_timeout_s: float = 3.0) -> None:
         self._memory = memory
         self._check = check
-        self._knock_s = knock_s
+        self._request_timeout_s = request_timeout_s
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> dict[str, object]:
-        """Return the name of the socket, listening from now on. Raises PeerLost if the cache is no such file."""
+        """Start listening if need be; return the socket's name. Raises PeerLost if the cache is not a sealed file."""
         if self._listener is None:
             require_host(self._memory, self.name)
             if self._memory.descriptor is None:
-                raise PeerLost("this KV cache is not a file that others can map")
+                raise PeerLost("this KV cache is not a file that other processes can map")
             require_sound(self._memory, sealed_size(self._memory.descriptor))
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             self._listener.bind(f"\0baton-kv-{secrets.token_hex(16)}")
@@ -95,7 +96,7 @@ class ShmServer:
         return {"socket": self._listener.getsockname()[1:].decode()}
 
     async def close(self) -> None:
-        """Listen no more, and let borrowers know."""
+        """Stop listening and close every connection."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -113,89 +114,89 @@ class ShmServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # for example too many open files: that passes
-                log.warning("cannot accept a borrower: %s", error)
-                await asyncio.sleep(ACCEPT_AGAIN_S)
+            except OSError as error:  # usually too many open files, which passes
+                log.warning("cannot accept a consumer: %s", error)
+                await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
             connection.setblocking(False)
             self._start(self._serve(connection))
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Answer one borrower, then hold the connection until it leaves."""
+        """Answer one consumer, then hold the connection until it disconnects."""
         loop = asyncio.get_running_loop()
         with connection:
             try:
-                async with asyncio.timeout(self._knock_s):
+                async with asyncio.timeout(self._request_timeout_s):
                     packet = await loop.sock_recv(connection, PACKET_BYTES)
                 self._answer(connection, packet)
                 await loop.sock_recv(connection, 1)
             except (OSError, TimeoutError) as error:
-                log.debug("a borrower left: %r", error)
+                log.debug("a consumer disconnected: %r", error)
 
     def _answer(self, connection: socket.socket, packet: bytes) -> None:
         try:
-            knock = msgspec.msgpack.decode(packet, type=Knock)
+            request = msgspec.msgpack.decode(packet, type=MapRequest)
             if peer_uid(connection) != os.geteuid():
                 raise PeerLost("only processes of the same user may map this KV cache")
-            self._check(knock.room, knock.secret, ())
+            self._check(request.room, request.secret, ())
         except (msgspec.MsgspecError, PeerLost) as error:
-            connection.send(msgspec.msgpack.encode(Answer(problem=str(error)[:1000])))
+            connection.send(msgspec.msgpack.encode(MapAnswer(problem=str(error)[:1000])))
             connection.shutdown(socket.SHUT_WR)
             return
         descriptor = os.open(f"/proc/self/fd/{self._memory.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            answer = msgspec.msgpack.encode(Answer(size=self._memory.nbytes))
+            answer = msgspec.msgpack.encode(MapAnswer(size=self._memory.nbytes))
             socket.send_fds(connection, [answer], [descriptor])
         finally:
             os.close(descriptor)
 
 
 class ShmClient:
-    """Maps the caches of other processes of this host, and copies out of them into `mine`. Event-loop thread only."""
+    """Maps the caches of other processes on this host and copies from them into `mine`. Event-loop thread only."""
 
     name = "shm"
 
     def __init__(self, mine: KvMemory, connect_timeout_s: float = 3.0, threads: int = 2) -> None:
         self._mine = mine
-        self._connect_s = connect_timeout_s
+        self._connect_timeout_s = connect_timeout_s
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-kv-shm")
 
     async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Channel:
-        """Map the lender's cache. Raises PeerLost, at once where the lender is on another host."""
+        """Map the producer's cache. Raises PeerLost, immediately if the producer is on another host."""
         for side in (self._mine, memory):
             require_host(side, self.name)
         require_alike(self._mine, memory)
         try:
             name = msgspec.convert(details, ShmDetails).socket
         except msgspec.MsgspecError as error:
-            raise PeerLost(f"the lender does not say where its KV cache is: {error}") from None
+            raise PeerLost(f"the producer sent invalid transport details: {error}") from None
         await asyncio.wrap_future(self._pool.submit(load_copier))
         try:
-            return await self._reach(ticket, memory, name)
+            return await self._map(ticket, memory, name)
         except TimeoutError:
-            raise PeerLost(f"the lender has not answered within {self._connect_s:g} s") from None
+            raise PeerLost(f"the producer has not answered within {self._connect_timeout_s:g} s") from None
         except OSError as error:
-            raise PeerLost(f"the lender's KV cache cannot be mapped: {error}") from None
+            raise PeerLost(f"the producer's KV cache cannot be mapped: {error}") from None
 
-    async def _reach(self, ticket: Ticket, memory: KvMemory, name: str) -> Channel:
+    async def _map(self, ticket: Ticket, memory: KvMemory, name: str) -> Channel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
-            async with asyncio.timeout(self._connect_s):
+            async with asyncio.timeout(self._connect_timeout_s):
                 await _connect(connection, name)
-                connection.send(msgspec.msgpack.encode(Knock(room=ticket.room, secret=ticket.secret)))
+                connection.send(msgspec.msgpack.encode(MapRequest(room=ticket.room, secret=ticket.secret)))
                 await readable(connection.fileno(), None)
-            return ShmChannel(self._pool, self._mine, memory, _mapped(connection, memory), connection)
+            return ShmChannel(self._pool, self._mine, memory, _receive_mapping(connection, memory), connection)
         except BaseException:
             connection.close()
             raise
 
     async def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._pool.shutdown()
 
 
 class ShmChannel:
-    """One lender's cache, mapped for reading. The mapping ends when nothing refers to it any more, a copy included."""
+    """One producer's cache, mapped for reading. It is unmapped when no reference is left, that of a copy included."""
 
     def __init__(
         self,
@@ -215,24 +216,26 @@ class ShmChannel:
         self._loop.add_reader(connection.fileno(), self.close)
 
     async def fetch(self, ticket: Ticket, theirs: Sequence[int], mine: Sequence[int]) -> None:
-        """Copy, in a thread unless it is little. Cancelled, it returns when the copy has stopped."""
+        """Copy, in a thread unless it is small. Cancelled, it returns when the copy has stopped."""
         if self._mapping is None:
-            raise PeerLost("the lender is gone")
+            raise PeerLost("the producer has closed its KV cache")
         source, target = block_pairs(self._theirs, theirs, self._mine, mine)
         stop = Stop()
-        if len(target) * self._mine.planes * self._mine.block_bytes <= AT_ONCE_BYTES:
+        if len(target) * self._mine.planes * self._mine.block_bytes <= INLINE_BYTES:
             copy_blocks(self._mine, self._theirs, source, target, stop)
             return
         self._stops.add(stop)
         try:
-            whole = await self._copy_in_thread(source, target, stop)
+            # No local variable refers to the mapping: an exception that is kept must not keep the memory mapped.
+            copying = self._pool.submit(_copy, self._mapping, self._mine, self._theirs, source, target, stop)
+            is_complete = await wait_for_thread(copying, stop)
         finally:
             self._stops.discard(stop)
-        if not whole:
-            raise PeerLost("the lender went away while its KV was copied")
+        if not is_complete:
+            raise PeerLost("the producer was lost while its KV was copied")
 
     def close(self) -> None:
-        """Let go of the lender's cache; a copy that is on its way stops, and then the memory is free."""
+        """Unmap the producer's cache, once a copy that is running has stopped."""
         if self._mapping is None:
             return
         self._mapping = None
@@ -241,42 +244,26 @@ class ShmChannel:
         self._loop.remove_reader(self._connection.fileno())
         self._connection.close()
 
-    async def _copy_in_thread(self, source: Numbers, target: Numbers, stop: Stop) -> bool:
-        # The thread alone refers to the mapping: an error that somebody keeps must not keep the memory too.
-        future = asyncio.wrap_future(
-            self._pool.submit(_copy, self._mapping, self._mine, self._theirs, source, target, stop)
-        )
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            stop.set()
-            while not future.done():
-                try:
-                    await asyncio.wait([future])
-                except asyncio.CancelledError:
-                    continue  # the copy still writes; the first cancellation is raised below
-            raise
-
 
 def _copy(mapping: object, mine: KvMemory, theirs: KvMemory, source: Numbers, target: Numbers, stop: Stop) -> bool:
-    """Copy while holding on to the mapping that `theirs` lies in."""
+    """Copy while referring to the mapping that contains `theirs`."""
     return copy_blocks(mine, theirs, source, target, stop)
 
 
 def sealed_size(descriptor: int) -> int:
-    """Return the size of the file. Raises PeerLost unless it is sure to keep it, since less would be a bus error."""
+    """Return the size of the file. Raises PeerLost unless it is sealed: reading a file that shrinks is a bus error."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         size = os.fstat(descriptor).st_size
     except OSError as error:
-        raise PeerLost(f"the KV cache is no memory file: {error}") from None
+        raise PeerLost(f"the KV cache is not a memory file: {error}") from None
     if seals & SEALS != SEALS:
         raise PeerLost("the file of the KV cache is not sealed: it could shrink while it is read")
     return size
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the user that the other side runs as."""
+    """Return the user id of the other process."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid
@@ -288,22 +275,22 @@ async def _connect(connection: socket.socket, name: str) -> None:
             connection.connect(f"\0{name}")
             return
         except BlockingIOError:  # its backlog is full
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(CONNECT_RETRY_S)
         except (OSError, ValueError) as error:
-            raise PeerLost(f"the lender's KV cache is not on this host: {error}") from None
+            raise PeerLost(f"the producer's KV cache is not on this host: {error}") from None
 
 
-def _mapped(connection: socket.socket, memory: KvMemory) -> NDArray[np.uint8]:
-    """Take the lender's answer and map what it passed. Raises PeerLost."""
+def _receive_mapping(connection: socket.socket, memory: KvMemory) -> NDArray[np.uint8]:
+    """Receive the producer's answer and map the passed file. Raises PeerLost."""
     packet, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES, 1)
     try:
-        answer = msgspec.msgpack.decode(packet, type=Answer)
+        answer = msgspec.msgpack.decode(packet, type=MapAnswer)
         if answer.problem or not descriptors:
-            raise PeerLost(answer.problem or "the lender passed no KV cache")
+            raise PeerLost(answer.problem or "the producer passed no descriptor")
         require_sound(memory, sealed_size(descriptors[0]))
         return np.frombuffer(mmap.mmap(descriptors[0], memory.nbytes, prot=mmap.PROT_READ), np.uint8)
     except msgspec.MsgspecError:
-        raise PeerLost("the lender went away, or said something else than an answer") from None
+        raise PeerLost("the producer closed the connection or sent an invalid answer") from None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -1,6 +1,6 @@
-"""Moving bytes between memory and non-blocking sockets, without a copy in between. Knows nothing of what they mean.
+"""Moving bytes between memory and non-blocking sockets, without a copy in between. Knows nothing of their meaning.
 
-The kernel reads and writes the memory itself, in turns of the event loop that are short enough for its other work.
+The kernel reads and writes the memory directly, in bounded pieces, so that the event loop stays responsive.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from baton.transfer.block_copy import Numbers, Spans
 
 log = logging.getLogger(__name__)
 
-TURN_BYTES = 1 << 20
-MOST_SPANS = 1024  # the kernel's limit for one call
+PIECE_BYTES = 1 << 20
+MAX_SPANS = 1024  # the kernel's limit for one call
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-LATER = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR)
+RETRY_ERRORS = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR)
 
 
 class Checksum:
-    """The crc32 of what has moved so far."""
+    """The CRC-32 of the bytes moved so far."""
 
     def __init__(self, value: int = 0) -> None:
         self.value = value
@@ -45,7 +45,7 @@ class Checksum:
 
 
 class _Message(ctypes.Structure):
-    """What `sendmsg` and `recvmsg` take."""
+    """The `msghdr` of `sendmsg` and `recvmsg`."""
 
     _fields_ = [
         ("name", c_void_p),
@@ -68,14 +68,14 @@ AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[Any
 
 
 class Pump:
-    """Moves stretches of memory through a socket, a bounded part in each turn of the event loop."""
+    """Moves spans of memory through a socket, at most `PIECE_BYTES` in each iteration of the event loop."""
 
-    def __init__(self, call: Call, connection: socket.socket, stretches: Spans, checksum: Checksum | None) -> None:
+    def __init__(self, call: Call, connection: socket.socket, spans: Spans, checksum: Checksum | None) -> None:
         self._call = call
         self._descriptor = connection.fileno()
-        self._parts: Numbers = np.stack(stretches, axis=1)
-        self._ends = np.cumsum(stretches.lengths)
-        self._total = stretches.nbytes
+        self._parts: Numbers = np.stack(spans, axis=1)
+        self._ends = np.cumsum(spans.lengths)
+        self._total = spans.nbytes
         self._checksum = checksum
         self._moved = 0
         self._loop = asyncio.get_running_loop()
@@ -84,15 +84,15 @@ class Pump:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, stall_timeout_s: float) -> None:
-        """Move everything. Raises PeerLost when the peer leaves, or when no byte moves for `stall_timeout_s`."""
-        self._turn()
+        """Move everything. Raises PeerLost when the peer disconnects, or when no byte moves for `stall_timeout_s`."""
+        self._move_piece()
         if self._done.done():
             return self._done.result()
         is_sending = self._call is _libc.sendmsg
         watch = self._loop.add_writer if is_sending else self._loop.add_reader
         unwatch = self._loop.remove_writer if is_sending else self._loop.remove_reader
-        watch(self._descriptor, self._turn)
-        self._look(stall_timeout_s)
+        watch(self._descriptor, self._move_piece)
+        self._check_stall(stall_timeout_s)
         try:
             return await self._done
         finally:
@@ -100,23 +100,23 @@ class Pump:
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _look(self, stall_timeout_s: float) -> None:
-        """Give up if nothing has moved for too long, else look again when that could be."""
+    def _check_stall(self, stall_timeout_s: float) -> None:
+        """Fail if no byte has moved for too long, else check again at the earliest time when that can be."""
         left_s = self._moved_at + stall_timeout_s - self._loop.time()
         if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._look, stall_timeout_s)
+            self._timer = self._loop.call_later(left_s, self._check_stall, stall_timeout_s)
         elif not self._done.done():
-            self._done.set_exception(PeerLost(f"the other side has not moved a byte for {stall_timeout_s:g} s"))
+            self._done.set_exception(PeerLost(f"the other worker has not moved a byte for {stall_timeout_s:g} s"))
 
-    def _turn(self) -> None:
+    def _move_piece(self) -> None:
         if self._done.done():
             return
         if self._moved < self._total:
-            parts = self._next()
+            parts = self._next_parts()
             message = _Message(parts=parts.ctypes.data, part_count=len(parts))
             count = self._call(self._descriptor, byref(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
             if count <= 0:
-                self._stuck(count, ctypes.get_errno())
+                self._handle_error(count, ctypes.get_errno())
                 return
             if self._checksum is not None:
                 self._checksum.add(parts, count)
@@ -125,41 +125,41 @@ class Pump:
         if self._moved == self._total:
             self._done.set_result(None)
 
-    def _next(self) -> Numbers:
-        """The parts that follow what has moved, as rows of address and length, for one turn."""
-        limit = self._moved + TURN_BYTES
+    def _next_parts(self) -> Numbers:
+        """Return the next parts to move, as rows of address and length."""
+        limit = self._moved + PIECE_BYTES
         first = int(np.searchsorted(self._ends, self._moved, side="right"))
-        last = min(int(np.searchsorted(self._ends, limit)) + 1, first + MOST_SPANS)
+        last = min(int(np.searchsorted(self._ends, limit)) + 1, first + MAX_SPANS)
         parts: Numbers = self._parts[first:last].copy()
         gone = self._moved - int(self._ends[first] - self._parts[first, 1])
         parts[0] += (gone, -gone)
-        parts[-1, 1] -= max(0, int(parts[:, 1].sum()) - TURN_BYTES)
+        parts[-1, 1] -= max(0, int(parts[:, 1].sum()) - PIECE_BYTES)
         return parts
 
-    def _stuck(self, count: int, number: int) -> None:
+    def _handle_error(self, count: int, number: int) -> None:
         if count == 0:
-            self._done.set_exception(PeerLost("the other side has closed the connection"))
-        elif number not in LATER:
-            self._done.set_exception(PeerLost(f"the connection to the other side broke: {os.strerror(number)}"))
+            self._done.set_exception(PeerLost("the other worker closed the connection"))
+        elif number not in RETRY_ERRORS:
+            self._done.set_exception(PeerLost(f"the connection to the other worker failed: {os.strerror(number)}"))
 
 
 async def send_spans(
-    connection: socket.socket, stretches: Spans, stall_timeout_s: float, checksum: Checksum | None = None
+    connection: socket.socket, spans: Spans, stall_timeout_s: float, checksum: Checksum | None = None
 ) -> None:
-    """Send what lies at `stretches`, which must stay there until this ends. Raises PeerLost."""
-    await Pump(_libc.sendmsg, connection, stretches, checksum).run(stall_timeout_s)
+    """Send the bytes at `spans`, which must stay valid until this ends. Raises PeerLost."""
+    await Pump(_libc.sendmsg, connection, spans, checksum).run(stall_timeout_s)
 
 
 async def receive_spans(
-    connection: socket.socket, stretches: Spans, stall_timeout_s: float, checksum: Checksum | None = None
+    connection: socket.socket, spans: Spans, stall_timeout_s: float, checksum: Checksum | None = None
 ) -> None:
-    """Receive into `stretches`; nothing is written there once this has ended. Raises PeerLost."""
-    await Pump(_libc.recvmsg, connection, stretches, checksum).run(stall_timeout_s)
+    """Receive into `spans`; nothing is written there after this has ended. Raises PeerLost."""
+    await Pump(_libc.recvmsg, connection, spans, checksum).run(stall_timeout_s)
 
 
 async def send_bytes(connection: socket.socket, data: bytes, stall_timeout_s: float) -> None:
-    held = np.frombuffer(data, np.uint8)
-    await send_spans(connection, whole(held), stall_timeout_s)
+    array = np.frombuffer(data, np.uint8)
+    await send_spans(connection, array_span(array), stall_timeout_s)
 
 
 async def receive_bytes(connection: socket.socket, size: int, stall_timeout_s: float) -> bytes:
@@ -169,60 +169,60 @@ async def receive_bytes(connection: socket.socket, size: int, stall_timeout_s: f
     return data
 
 
-async def receive_some(connection: socket.socket, most: int, stall_timeout_s: float | None) -> bytes:
-    """Return what there is: at least one byte, waiting for it at most `stall_timeout_s`. Raises PeerLost."""
+async def receive_some(connection: socket.socket, max_bytes: int, stall_timeout_s: float | None) -> bytes:
+    """Return the bytes that are available: at least one, waiting at most `stall_timeout_s`. Raises PeerLost."""
     while True:
         try:
-            data = connection.recv(most)
+            data = connection.recv(max_bytes)
         except (BlockingIOError, InterruptedError):
             await readable(connection.fileno(), stall_timeout_s)
             continue
         except OSError as error:
-            raise PeerLost(f"the connection to the other side broke: {error.strerror}") from None
+            raise PeerLost(f"the connection to the other worker failed: {error.strerror}") from None
         if not data:
-            raise PeerLost("the other side has closed the connection")
+            raise PeerLost("the other worker closed the connection")
         return data
 
 
 async def readable(descriptor: int, stall_timeout_s: float | None) -> None:
-    """Wait until there is something to read, or the end, at most `stall_timeout_s`. Raises PeerLost."""
+    """Wait until the socket has data or is closed, at most `stall_timeout_s`. Raises PeerLost."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[bool] = loop.create_future()
 
-    def tell(is_readable: bool) -> None:
+    def resolve(is_readable: bool) -> None:
         if not ready.done():
             ready.set_result(is_readable)
 
-    timer = None if stall_timeout_s is None else loop.call_later(stall_timeout_s, tell, False)
-    loop.add_reader(descriptor, tell, True)
+    timer = None if stall_timeout_s is None else loop.call_later(stall_timeout_s, resolve, False)
+    loop.add_reader(descriptor, resolve, True)
     try:
         if not await ready:
-            raise PeerLost(f"the other side has not moved a byte for {stall_timeout_s:g} s")
+            raise PeerLost(f"the other worker has not moved a byte for {stall_timeout_s:g} s")
     finally:
         loop.remove_reader(descriptor)
         if timer is not None:
             timer.cancel()
 
 
-def joined(first: Spans, then: Spans) -> Spans:
+def join_spans(first: Spans, then: Spans) -> Spans:
     return Spans(np.concatenate((first[0], then[0])), np.concatenate((first[1], then[1])))
 
 
-def whole(held: NDArray[np.uint8]) -> Spans:
-    return Spans(np.array([held.ctypes.data]), np.array([held.size]))
+def array_span(array: NDArray[np.uint8]) -> Spans:
+    return Spans(np.array([array.ctypes.data]), np.array([array.size]))
 
 
-async def connected(host: str, port: int, limit_s: float) -> socket.socket:
-    """Return a connection to the first address of `host` that answers. Raises PeerLost."""
+async def connect(host: str, port: int, limit_s: float) -> socket.socket:
+    """Return a connection to the first address of `host` that accepts one. Raises PeerLost."""
     loop = asyncio.get_running_loop()
     problem: Exception | None = None
     try:
         async with asyncio.timeout(limit_s):
-            for family, kind, protocol, _, address in await _resolved(host, port):
+            for family, kind, protocol, _, address in await _resolve(host, port):
                 connection = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
                 try:
                     await loop.sock_connect(connection, address)
-                    prepare(connection)
+                    configure(connection)
                     return connection
                 except OSError as error:
                     connection.close()
@@ -234,19 +234,19 @@ async def connected(host: str, port: int, limit_s: float) -> socket.socket:
         problem = TimeoutError(f"no answer within {limit_s:g} s")
     except OSError as error:
         problem = error
-    raise PeerLost(f"the lender at {host}:{port} cannot be reached: {problem}") from None
+    raise PeerLost(f"cannot connect to the producer at {host}:{port}: {problem}") from None
 
 
-async def _resolved(host: str, port: int) -> Sequence[AddressInfo]:
-    """Return the addresses of `host`; a name is looked up in a thread of the event loop's. Raises OSError."""
+async def _resolve(host: str, port: int) -> Sequence[AddressInfo]:
+    """Return the addresses of `host`; a name is looked up in a thread. Raises OSError."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
-def prepare(connection: socket.socket) -> None:
-    """No waiting for fuller packets; and a host that vanishes without a word is noticed."""
+def configure(connection: socket.socket) -> None:
+    """Send small packets at once, and detect a host that disappears without closing the connection."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -255,8 +255,8 @@ def prepare(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def shut(connection: socket.socket) -> None:
+def shut_down(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError as error:
-        log.debug("a connection had ended already: %s", error)
+        log.debug("the connection had ended already: %s", error)

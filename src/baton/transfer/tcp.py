@@ -1,10 +1,10 @@
-"""The way over any network: the borrower asks for blocks, the lender sends them, straight from one cache to the other.
+"""The transport over any network: the consumer requests blocks, the producer sends them, from one cache to the other.
 
-borrower                      lender
+consumer                      producer
 Request ─────────────────────►         length, then room, secret and block numbers
-        ◄───────────────────── head    bytes of the reason why not, bytes of KV
+        ◄───────────────────── head    bytes of the reason for a refusal, bytes of KV
         ◄───────────────────── reason, or the KV: plane by plane, in the order of the request
-        ◄───────────────────── crc32   of head and KV, if the request wants it
+        ◄───────────────────── crc32   of head and KV, if the request asks for it
 """
 
 import asyncio
@@ -32,18 +32,18 @@ from baton.transfer.block_copy import (
 )
 from baton.transfer.sockets import (
     Checksum,
-    connected,
-    joined,
-    prepare,
+    array_span,
+    configure,
+    connect,
+    join_spans,
     receive_bytes,
     receive_some,
     receive_spans,
     send_bytes,
     send_spans,
-    shut,
-    whole,
+    shut_down,
 )
-from baton.transfer.wire import DATA
+from baton.transfer.wire import DATA_PREAMBLE
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ SMALL_BYTES = 64 << 10
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks of a room. They are four bytes each, the lowest first."""
+    """A request for blocks of a room. Block numbers are four bytes each, little-endian."""
 
     room: Room
     secret: bytes
@@ -65,13 +65,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TcpDetails(msgspec.Struct, frozen=True):
-    """What a borrower needs to know."""
+    """What a consumer needs to connect."""
 
     checksum: bool = False
 
 
 class TcpServer:
-    """Sends blocks of `memory` to who asks for them on connections that it is given. Event-loop thread only."""
+    """Sends blocks of `memory` to consumers, on connections that it is given. Event-loop thread only."""
 
     name = "tcp"
 
@@ -79,81 +79,83 @@ class TcpServer:
         self._memory = memory
         self._check = check
         self._checksum = checksum
-        self._stall_s = stall_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._serving: dict[socket.socket, asyncio.Future[None]] = {}
         self._closed = False
 
     async def open(self) -> dict[str, object]:
-        """Return whether checksums are wanted. Raises PeerLost for a cache that the CPU cannot read."""
+        """Return whether checksums are required. Raises PeerLost for a cache that the CPU cannot read."""
         require_host(self._memory, self.name)
         return {"checksum": self._checksum}
 
     async def close(self) -> None:
-        """End every connection; on return nothing is read any more."""
+        """End every connection; after return no memory is read."""
         self._closed = True
         for connection in self._serving:
-            shut(connection)
+            shut_down(connection)
         await asyncio.gather(*self._serving.values())
 
     async def serve(self, connection: socket.socket) -> None:
-        """Answer the requests on `connection` until the peer leaves or stalls, then close it.
+        """Answer the requests on `connection` until the peer disconnects or stalls, then close it.
 
-        It is non-blocking, and its preamble has been read. The first request must come soon: it proves a secret.
+        It is non-blocking, and its preamble has been read. The first request must arrive within the stall timeout: it
+        proves that the consumer has a secret.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._serving[connection] = ended
         try:
             if self._closed:
                 return
-            prepare(connection)
-            request = await self._request(connection, self._stall_s)
+            configure(connection)
+            request = await self._request(connection, self._stall_timeout_s)
             while True:
                 await self._answer(connection, request)
                 request = await self._request(connection, None)
         except (PeerLost, OSError) as error:
-            log.debug("a borrower left: %s", error)
+            log.debug("a consumer disconnected: %s", error)
         finally:
             connection.close()
             del self._serving[connection]
             ended.set_result(None)
 
-    async def _request(self, connection: socket.socket, patience_s: float | None) -> Request:
-        """Return the next request; once it has begun it must soon be whole. Raises PeerLost."""
-        data = await receive_some(connection, SMALL_BYTES, patience_s)
+    async def _request(self, connection: socket.socket, timeout_s: float | None) -> Request:
+        """Return the next request; once begun, it must be complete within the stall timeout. Raises PeerLost."""
+        data = await receive_some(connection, SMALL_BYTES, timeout_s)
         try:
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(self._stall_timeout_s):
                 while len(data) < REQUEST_HEAD.size or len(data) < self._request_bytes(data):
                     data += await receive_some(connection, SMALL_BYTES, None)
             return msgspec.msgpack.decode(data[REQUEST_HEAD.size :], type=Request)
         except TimeoutError:
-            raise PeerLost("a request has not come to its end") from None
+            raise PeerLost("a request is incomplete") from None
         except msgspec.MsgspecError as error:
-            raise PeerLost(f"a request cannot be read: {error}") from None
+            raise PeerLost(f"a request cannot be decoded: {error}") from None
 
     def _request_bytes(self, data: bytes) -> int:
         (length,) = REQUEST_HEAD.unpack_from(data)
-        if length > REQUEST_EXTRA_BYTES + 4 * self._memory.blocks:
-            raise PeerLost(f"a request of {length} bytes is longer than any may be")
+        limit = REQUEST_EXTRA_BYTES + 4 * self._memory.blocks
+        if length > limit:
+            raise PeerLost(f"a request of {length} bytes is longer than {limit}")
         return REQUEST_HEAD.size + int(length)
 
     async def _answer(self, connection: socket.socket, request: Request) -> None:
-        """Send what is asked for, or why not. Raises PeerLost, in the latter case too: who is refused is left."""
+        """Send the requested blocks, or the reason for a refusal. Raises PeerLost, also after a refusal."""
         try:
-            found = self._found(request)
+            requested = self._requested_spans(request)
         except PeerLost as error:
             reason = (error.message or "refused").encode()[:REASON_BYTES]
-            await send_bytes(connection, ANSWER_HEAD.pack(len(reason), 0) + reason, self._stall_s)
+            await send_bytes(connection, ANSWER_HEAD.pack(len(reason), 0) + reason, self._stall_timeout_s)
             raise
-        head = np.frombuffer(ANSWER_HEAD.pack(0, found.nbytes), np.uint8)
+        head = np.frombuffer(ANSWER_HEAD.pack(0, requested.nbytes), np.uint8)
         checksum = Checksum() if request.checksum else None
-        await send_spans(connection, joined(whole(head), found), self._stall_s, checksum)
+        await send_spans(connection, join_spans(array_span(head), requested), self._stall_timeout_s, checksum)
         if checksum is not None:
-            await send_bytes(connection, CHECKSUM.pack(checksum.value), self._stall_s)
+            await send_bytes(connection, CHECKSUM.pack(checksum.value), self._stall_timeout_s)
 
-    def _found(self, request: Request) -> Spans:
-        """Return where the blocks of `request` lie. Raises PeerLost unless they are lent to who asks."""
+    def _requested_spans(self, request: Request) -> Spans:
+        """Return the spans of the requested blocks. Raises PeerLost unless the room offers them to this consumer."""
         if len(request.blocks) % 4:
-            raise PeerLost("what should be block numbers is something else")
+            raise PeerLost("invalid block numbers")
         blocks = np.frombuffer(request.blocks, "<u4").astype(np.int64)
         self._check(request.room, request.secret, blocks.tolist())
         require_host(self._memory, self.name)
@@ -161,7 +163,7 @@ class TcpServer:
 
 
 class TcpClient:
-    """Fetches KV from lenders wherever they are. Event-loop thread only."""
+    """Fetches KV from producers on any host. Event-loop thread only."""
 
     name = "tcp"
 
@@ -170,28 +172,30 @@ class TcpClient:
     ) -> None:
         self._mine = mine
         self._checksum = checksum
-        self._connect_s = connect_timeout_s
-        self._stall_s = stall_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._stall_timeout_s = stall_timeout_s
 
     async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Channel:
-        """Connect to where the ticket says, and prove its secret. Raises PeerLost."""
+        """Connect to the ticket's address and prove its secret. Raises PeerLost."""
         require_host(self._mine, self.name)
         require_sound(memory, memory.nbytes)
         require_alike(self._mine, memory)
         try:
-            wanted = msgspec.convert(details, TcpDetails).checksum
+            required = msgspec.convert(details, TcpDetails).checksum
         except msgspec.MsgspecError as error:
-            raise PeerLost(f"the lender says something else than how to fetch: {error}") from None
-        path = TcpChannel(self._mine, memory, self._checksum or wanted, self._connect_s, self._stall_s)
-        await path.fetch(ticket, (), ())
-        return path
+            raise PeerLost(f"the producer sent invalid transport details: {error}") from None
+        channel = TcpChannel(
+            self._mine, memory, self._checksum or required, self._connect_timeout_s, self._stall_timeout_s
+        )
+        await channel.fetch(ticket, (), ())
+        return channel
 
     async def close(self) -> None:
-        """Nothing is held but by paths."""
+        """Nothing to free: channels hold the connections."""
 
 
 class TcpChannel:
-    """A connection to one lender, made anew after a fetch that failed. Fetches wait for each other."""
+    """A connection to one producer, established again after a failed fetch. Fetches run one at a time."""
 
     def __init__(
         self, mine: KvMemory, theirs: KvMemory, checksum: bool, connect_timeout_s: float, stall_timeout_s: float
@@ -199,50 +203,52 @@ class TcpChannel:
         self._mine = mine
         self._theirs = theirs
         self._checksum = checksum
-        self._connect_s = connect_timeout_s
-        self._stall_s = stall_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._lock = asyncio.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
 
     async def fetch(self, ticket: Ticket, theirs: Sequence[int], mine: Sequence[int]) -> None:
-        """Ask for the blocks and receive them in place. Bytes are written only while this runs."""
+        """Request the blocks and receive them in place. Bytes are written only while this runs."""
         source, target = block_pairs(self._theirs, theirs, self._mine, mine)
         async with self._lock:
             if self._closed:
-                raise PeerLost("the path to the lender is closed")
+                raise PeerLost("the channel to the producer is closed")
             try:
                 if self._connection is None:
-                    self._connection = await connected(ticket.host, ticket.port, self._connect_s)
-                    await send_bytes(self._connection, DATA, self._stall_s)
-                await self._ask(self._connection, ticket, source, target)
+                    self._connection = await connect(ticket.host, ticket.port, self._connect_timeout_s)
+                    await send_bytes(self._connection, DATA_PREAMBLE, self._stall_timeout_s)
+                await self._request_blocks(self._connection, ticket, source, target)
             except BaseException:
                 self._drop()
                 raise
 
     def close(self) -> None:
-        """Leave the lender."""
+        """Close the connection."""
         self._closed = True
         self._drop()
 
-    async def _ask(self, connection: socket.socket, ticket: Ticket, source: Numbers, target: Numbers) -> None:
+    async def _request_blocks(
+        self, connection: socket.socket, ticket: Ticket, source: Numbers, target: Numbers
+    ) -> None:
         blocks = source.astype("<u4").tobytes()
         request = msgspec.msgpack.encode(Request(ticket.room, ticket.secret, blocks, self._checksum))
-        await send_bytes(connection, REQUEST_HEAD.pack(len(request)) + request, self._stall_s)
-        head = await receive_bytes(connection, ANSWER_HEAD.size, self._stall_s)
+        await send_bytes(connection, REQUEST_HEAD.pack(len(request)) + request, self._stall_timeout_s)
+        head = await receive_bytes(connection, ANSWER_HEAD.size, self._stall_timeout_s)
         reason_bytes, nbytes = ANSWER_HEAD.unpack(head)
         if reason_bytes:
-            reason = await receive_bytes(connection, min(reason_bytes, REASON_BYTES), self._stall_s)
+            reason = await receive_bytes(connection, min(reason_bytes, REASON_BYTES), self._stall_timeout_s)
             raise PeerLost(reason.decode(errors="replace"))
         wanted = spans(self._mine, target)
         if nbytes != wanted.nbytes:
-            raise PeerLost(f"the lender sends {nbytes} bytes instead of {wanted.nbytes}")
+            raise PeerLost(f"the producer sends {nbytes} bytes instead of {wanted.nbytes}")
         checksum = Checksum(zlib.crc32(head)) if self._checksum else None
-        await receive_spans(connection, wanted, self._stall_s, checksum)
+        await receive_spans(connection, wanted, self._stall_timeout_s, checksum)
         if checksum is None:
             return
-        if CHECKSUM.unpack(await receive_bytes(connection, CHECKSUM.size, self._stall_s)) != (checksum.value,):
-            raise PeerLost("the KV has been changed on its way")
+        if CHECKSUM.unpack(await receive_bytes(connection, CHECKSUM.size, self._stall_timeout_s)) != (checksum.value,):
+            raise PeerLost("the KV was corrupted in transit: its checksum is wrong")
 
     def _drop(self) -> None:
         if self._connection is not None:

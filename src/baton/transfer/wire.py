@@ -1,21 +1,21 @@
-"""What is said between the two sides of a room, as bytes.
+"""Messages between the two sides of a room, and their encoding.
 
-A connection begins with a preamble that says what it is for; everything after it on a line is frames: four bytes of
-length, four of checksum, then a tagged message. A frame that is too long, corrupt or unknown ends the connection.
+A connection begins with a preamble that states its purpose. On a room connection, frames follow: four bytes of length,
+four of checksum, then a tagged message. A frame that is too long, corrupt or unknown ends the connection.
 
-    borrower                     lender
-    Claim  ────────────────────►          room and secret, and what the borrower's cache looks like
-           ◄──────────────────── Accepted what the lender's looks like, and the ways to read it, best first
-    Open   ────────────────────►          once for each pair: how can your memory be read that way?
+    consumer                     producer
+    Claim  ────────────────────►           room and secret, and the layout of the consumer's KV cache
+           ◄──────────────────── Accepted  the layout of the producer's, and its transports, best first
+    Open   ────────────────────►           once for each pair of workers: details of this transport?
            ◄──────────────────── Opened
-           ◄──────────────────── Computed further blocks can be read, as they are computed; the last one is complete
-    Taken  ────────────────────►          everything has been read
-           ◄──────────────────── Released ... while it was still held: only now it may be used
-    Failed ◄───────────────────► Failed   from either side: it is over, and why
-    Beat   ◄───────────────────► Beat     every so often, from both
+           ◄──────────────────── Computed  further blocks can be read, as they are computed; the last one is complete
+    Taken  ────────────────────►           everything has been read
+           ◄──────────────────── Released  it was still held while it was read: only now it may be used
+    Failed ◄───────────────────► Failed    from either side: the room has ended, and why
+    Heartbeat ◄────────────────► Heartbeat periodically, from both
 
-Where the engines move KV by themselves, neither side has a memory to show. Accepted says where the engines meet, and
-Taken that they have met.
+Engines that move KV themselves show no memory. Accepted then carries the engine's bootstrap address, and Taken confirms
+that the engines have moved the KV.
 """
 
 import struct
@@ -24,19 +24,28 @@ from collections.abc import Iterator
 
 import msgspec
 
-from baton.errors import PeerLost
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    PeerLost,
+    Unsupported,
+)
 from baton.ports.transfer import KvMemory
 from baton.protocol.handoff import Room
 
-LINE = b"BatonKV1.line..."
-DATA = b"BatonKV1.data..."
+ROOM_PREAMBLE = b"BatonKV2.room..."
+DATA_PREAMBLE = b"BatonKV2.data..."
 PREAMBLE_BYTES = 16
 HEAD = struct.Struct("<II")
 MAX_FRAME_BYTES = 4 << 20
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
-    """I have the ticket of this room."""
+    """The sender has the ticket of this room."""
 
     room: Room
     secret: bytes
@@ -44,23 +53,23 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """The room is yours. `lender` is the name of this run of the lender's process."""
+    """The claim is accepted. `producer` identifies the producer's process: it changes with every start."""
 
     producer: str
     memory: KvMemory | None
     transports: tuple[str, ...]
     prompt_tokens: int
-    meeting: tuple[str, int] | None = None
+    bootstrap_address: tuple[str, int] | None = None
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """How can your memory be read that way?"""
+    """Request the details of a transport."""
 
     transport: str
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """Like this; or not at all, and why."""
+    """The details of a transport, or the problem why it cannot be used."""
 
     transport: str
     details: dict[str, object] | None = None
@@ -68,7 +77,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 class Computed(msgspec.Struct, frozen=True, tag="computed"):
-    """Further blocks of the prompt can be read, in its order."""
+    """Further blocks of the prompt can be read, in prompt order."""
 
     blocks: tuple[int, ...]
     complete: bool
@@ -76,25 +85,31 @@ class Computed(msgspec.Struct, frozen=True, tag="computed"):
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """All that I want has been read."""
+    """The consumer has read all blocks that it wants."""
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):
-    """It was still there when you had read it, and is no longer held."""
+    """The KV was held until Taken arrived, and is no longer held."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """It is over. `code` is of `errors.py`."""
+    """The room has ended. `code` is a code of `errors.py`."""
 
     code: str
     message: str
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """I am still here."""
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The sender is alive."""
 
 
-Message = Claim | Accepted | Open | Opened | Computed | Taken | Released | Failed | Beat
+Message = Claim | Accepted | Open | Opened | Computed | Taken | Released | Failed | Heartbeat
+
+# Any worker would fail with these. Every other failure is local to the other worker, and a reason to retry elsewhere.
+_SAME_EVERYWHERE = {
+    error.code: error
+    for error in (InvalidRequest, ContextTooLong, Unsupported, Cancelled, DeadlineExceeded, EngineFailed)
+}
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -107,18 +122,18 @@ def encode(message: Message) -> bytes:
 
 
 class Frames:
-    """Cuts a stream of bytes into messages."""
+    """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that `data` completes. Raises PeerLost at bytes that are none."""
+        """Yield the messages that `data` completes. Raises PeerLost for an invalid frame."""
         self._pending += data
         while len(self._pending) >= HEAD.size:
             length, checksum = HEAD.unpack_from(self._pending)
             if length > MAX_FRAME_BYTES:
-                raise PeerLost(f"a frame of {length} bytes is longer than any may be")
+                raise PeerLost(f"a frame of {length} bytes is longer than {MAX_FRAME_BYTES}")
             if len(self._pending) < HEAD.size + length:
                 break
             body = bytes(self._pending[HEAD.size : HEAD.size + length])
@@ -132,4 +147,14 @@ def _decode(body: bytes, checksum: int) -> Message:
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError as error:
-        raise PeerLost(f"a frame cannot be read: {error}") from None
+        raise PeerLost(f"a frame cannot be decoded: {error}") from None
+
+
+def encode_error(error: BatonError) -> Failed:
+    """Return the message that carries `error` to the other side."""
+    return Failed(error.code, error.message)
+
+
+def decode_error(message: Failed) -> BatonError:
+    """Return the other side's failure as an error of this worker's request."""
+    return _SAME_EVERYWHERE.get(message.code, PeerLost)(message.message)

@@ -98,7 +98,7 @@ class FakeClaim:
     async def claimed(self) -> None:
         await asyncio.shield(self.accepted)
 
-    async def meeting(self) -> tuple[str, int]:
+    async def bootstrap_address(self) -> tuple[str, int]:
         return await asyncio.shield(self.accepted)
 
     def taken(self) -> None:

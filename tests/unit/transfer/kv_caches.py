@@ -1,4 +1,4 @@
-"""KV caches with content that is known on both sides, and lenders that are real processes."""
+"""KV caches with known content, and producers that are real processes."""
 
 import asyncio
 import fcntl
@@ -28,7 +28,7 @@ from baton.transfer.wire import PREAMBLE_BYTES
 SHAPE = KvShape(model="tiny", dtype="bfloat16", layers=2, kv_heads=2, head_dim=8, block_size=4)
 ROOM, SECRET = 7, b"0123456789abcdef"
 SPAWN = multiprocessing.get_context("spawn")
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 class Cache:
@@ -43,6 +43,7 @@ class Cache:
         spare_bytes: int = 0,
         sealed: bool = True,
         name: str = "baton-test-kv",
+        shape: KvShape = SHAPE,
     ) -> None:
         plane_bytes = blocks * block_bytes + spare_bytes
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -52,7 +53,7 @@ class Cache:
         self.bytes = np.frombuffer(mmap.mmap(self.descriptor, planes * plane_bytes), np.uint8)
         self.bytes[:] = content(seed, self.bytes.size)
         self.memory = KvMemory(
-            shape=SHAPE,
+            shape=shape,
             address=self.bytes.ctypes.data,
             planes=planes,
             plane_bytes=plane_bytes,
@@ -61,12 +62,17 @@ class Cache:
             descriptor=self.descriptor,
         )
 
+    @property
+    def blocks(self) -> NDArray[np.uint8]:
+        """The bytes as planes, blocks and bytes of a block."""
+        return parts(self.memory, self.bytes)
+
     def __del__(self) -> None:
         os.close(self.descriptor)
 
 
 def content(seed: int, nbytes: int) -> NDArray[np.uint8]:
-    """Bytes of which no stretch is like another."""
+    """Pseudo-random bytes."""
     return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), np.uint8)
 
 
@@ -79,7 +85,7 @@ def parts(memory: KvMemory, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def expected(
     mine: Cache, before: NDArray[np.uint8], theirs: KvMemory, seed: int, pairs: Sequence[tuple[int, int]]
 ) -> NDArray[np.uint8]:
-    """What the whole of `mine` must be after each (their block, my block) was copied, worked out block by block."""
+    """The expected bytes of `mine` after each (their block, my block) was copied."""
     after = before.copy()
     source, target = parts(theirs, content(seed, theirs.nbytes)), parts(mine.memory, after)
     for their_block, my_block in pairs:
@@ -87,8 +93,8 @@ def expected(
     return after
 
 
-class Lent(msgspec.Struct, frozen=True):
-    """How a lender is set up."""
+class ProducerSetup(msgspec.Struct, frozen=True):
+    """How a producer is set up."""
 
     transport: str
     seed: int = 1
@@ -96,7 +102,7 @@ class Lent(msgspec.Struct, frozen=True):
     blocks: int = 32
     block_bytes: int = 512
     spare_bytes: int = 0
-    lent: tuple[int, ...] | None = None  # None is every block
+    offered: tuple[int, ...] | None = None  # None is every block
     checksum: bool = False
     stall_timeout_s: float = 5.0
     host: str = "127.0.0.1"
@@ -105,12 +111,12 @@ class Lent(msgspec.Struct, frozen=True):
 
 
 class Producer:
-    """A lender in a process of its own, seen from here."""
+    """A producer in another process."""
 
-    def __init__(self, process: "multiprocessing.process.BaseProcess", memory: KvMemory, told: dict[str, object]):
+    def __init__(self, process: "multiprocessing.process.BaseProcess", memory: KvMemory, details: dict[str, object]):
         self.process = process
         self.memory = memory
-        self.details: dict[str, object] = dict(told)
+        self.details: dict[str, object] = dict(details)
         self.port = int(str(self.details.pop("port", 0)))
         self.host = str(self.details.pop("host", "127.0.0.1"))
         self.ticket = Ticket(host=self.host, port=self.port, room=ROOM, secret=SECRET)
@@ -121,27 +127,27 @@ class Producer:
 
 
 @contextmanager
-def producer(setup: Lent) -> Iterator[Producer]:
-    """A lender that has been opened. It is gone afterwards."""
+def producer(setup: ProducerSetup) -> Iterator[Producer]:
+    """Start a producer; it is killed afterwards."""
     ours, its = SPAWN.Pipe()
-    process = SPAWN.Process(target=offer, args=(its, setup), daemon=True)
+    process = SPAWN.Process(target=run_producer, args=(its, setup), daemon=True)
     process.start()
     its.close()
     try:
-        assert ours.poll(PATIENCE_S), "the lender did not start"
-        memory, told = ours.recv()
-        yield Producer(process, memory, told)
+        assert ours.poll(TIMEOUT_S), "the producer did not start"
+        memory, details = ours.recv()
+        yield Producer(process, memory, details)
     finally:
         process.kill()
-        process.join(PATIENCE_S)
+        process.join(TIMEOUT_S)
         process.close()
         ours.close()
 
 
-def offer(told: Connection, setup: Lent) -> None:
-    """The program of a lender's process."""
+def run_producer(parent: Connection, setup: ProducerSetup) -> None:
+    """The main function of a producer process."""
     os.environ.update(setup.env)
-    main = _offer(told, setup)
+    main = _run_producer(parent, setup)
     if setup.use_uvloop:
         import uvloop
 
@@ -150,31 +156,31 @@ def offer(told: Connection, setup: Lent) -> None:
         asyncio.run(main)
 
 
-async def _offer(told: Connection, setup: Lent) -> None:
+async def _run_producer(parent: Connection, setup: ProducerSetup) -> None:
     cache = Cache(setup.seed, setup.planes, setup.blocks, setup.block_bytes, setup.spare_bytes)
-    check = only(setup.lent)
+    check = only(setup.offered)
     if setup.transport == "shm":
-        shared = ShmServer(cache.memory, check)
-        told.send((cache.memory, await shared.open()))
+        shm = ShmServer(cache.memory, check)
+        parent.send((cache.memory, await shm.open()))
     elif setup.transport == "nixl":
-        registered = NixlServer(cache.memory)
-        told.send((cache.memory, await registered.open()))
+        nixl = NixlServer(cache.memory)
+        parent.send((cache.memory, await nixl.open()))
     else:
-        source = TcpServer(cache.memory, check, setup.checksum, setup.stall_timeout_s)
+        tcp = TcpServer(cache.memory, check, setup.checksum, setup.stall_timeout_s)
         listener = listening(setup.host)
-        told.send((cache.memory, await source.open() | {"host": setup.host, "port": listener.getsockname()[1]}))
-        await serve_all(source, listener)
+        parent.send((cache.memory, await tcp.open() | {"host": setup.host, "port": listener.getsockname()[1]}))
+        await serve_all(tcp, listener)
     await asyncio.Event().wait()
 
 
 def only(blocks: Sequence[int] | None) -> Callable[[int, bytes, Sequence[int]], None]:
-    """A check that knows one room."""
+    """A check that accepts one room, and these blocks of it."""
 
     def check(room: int, secret: bytes, wanted: Sequence[int]) -> None:
         if (room, secret) != (ROOM, SECRET):
-            raise PeerLost("there is no such room, or its secret is another")
+            raise PeerLost("no such room, or a wrong secret")
         if blocks is not None and not set(wanted) <= set(blocks):
-            raise PeerLost("not all of these blocks are lent")
+            raise PeerLost("not all of these blocks are offered")
 
     return check
 
@@ -187,26 +193,26 @@ def listening(host: str) -> socket.socket:
     return listener
 
 
-async def serve_all(source: TcpServer, listener: socket.socket) -> None:
-    """Give the source every connection, as the listener of a worker does."""
+async def serve_all(server: TcpServer, listener: socket.socket) -> None:
+    """Pass every connection to `server`, as the room server does."""
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
         while True:
             connection, _ = await loop.sock_accept(listener)
             connection.setblocking(False)
             assert len(await loop.sock_recv(connection, PREAMBLE_BYTES)) == PREAMBLE_BYTES
-            tasks.create_task(source.serve(connection))
+            tasks.create_task(server.serve(connection))
 
 
 class Proxy:
-    """Stands between a borrower and a lender; calls `meddle` with what the lender sends, and sends on what it returns.
+    """Forwards between a consumer and a producer; `intercept` may change what the producer sends.
 
-    `meddle` gets the number of bytes that went by before, and runs in a thread of the proxy's.
+    `intercept` gets the number of bytes forwarded before and the next bytes, and runs in a thread of the proxy.
     """
 
-    def __init__(self, target: tuple[str, int], meddle: Callable[[int, bytes], bytes]) -> None:
+    def __init__(self, target: tuple[str, int], intercept: Callable[[int, bytes], bytes]) -> None:
         self._target = target
-        self._meddle = meddle
+        self._intercept = intercept
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = [self._listener]
         self.port = int(self._listener.getsockname()[1])
@@ -219,36 +225,36 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
 
     def _run(self) -> None:
         with suppress(OSError):
             while True:
                 consumer, _ = self._listener.accept()
-                lender_side = socket.create_connection(self._target)
-                self._sockets += [consumer, lender_side]
-                for pump in (self._there, self._back):
-                    self._threads.append(threading.Thread(target=pump, args=(consumer, lender_side), daemon=True))
+                upstream = socket.create_connection(self._target)
+                self._sockets += [consumer, upstream]
+                for pump in (self._forward_requests, self._forward_answers):
+                    self._threads.append(threading.Thread(target=pump, args=(consumer, upstream), daemon=True))
                     self._threads[-1].start()
 
-    def _there(self, consumer: socket.socket, lender_side: socket.socket) -> None:
+    def _forward_requests(self, consumer: socket.socket, upstream: socket.socket) -> None:
         with suppress(OSError):
             while data := consumer.recv(65536):
-                lender_side.sendall(data)
-            lender_side.shutdown(socket.SHUT_WR)
+                upstream.sendall(data)
+            upstream.shutdown(socket.SHUT_WR)
 
-    def _back(self, consumer: socket.socket, lender_side: socket.socket) -> None:
-        passed = 0
+    def _forward_answers(self, consumer: socket.socket, upstream: socket.socket) -> None:
+        forwarded = 0
         with suppress(OSError):
-            while data := lender_side.recv(65536):
-                consumer.sendall(self._meddle(passed, data))
-                passed += len(data)
+            while data := upstream.recv(65536):
+                consumer.sendall(self._intercept(forwarded, data))
+                forwarded += len(data)
             consumer.shutdown(socket.SHUT_WR)
 
 
 @contextmanager
-def proxy(target: tuple[str, int], meddle: Callable[[int, bytes], bytes]) -> Iterator[Proxy]:
-    between = Proxy(target, meddle)
+def proxy(target: tuple[str, int], intercept: Callable[[int, bytes], bytes]) -> Iterator[Proxy]:
+    between = Proxy(target, intercept)
     try:
         yield between
     finally:
@@ -256,12 +262,12 @@ def proxy(target: tuple[str, int], meddle: Callable[[int, bytes], bytes]) -> Ite
 
 
 def settled_holdings() -> tuple[int, int, int]:
-    """The same, when what earlier tests left for the garbage collector is gone."""
+    """Return the holdings after a garbage collection."""
     gc.collect()
     return holdings()
 
 
 def holdings(name: str = "baton-test-kv") -> tuple[int, int, int]:
-    """How many descriptors, threads, and mappings of a test's caches this process has."""
+    """Return the number of descriptors, threads and mapped test caches of this process."""
     maps = Path("/proc/self/maps").read_text().count(f"/memfd:{name}")
     return len(os.listdir("/proc/self/fd")), threading.active_count(), maps

@@ -1,7 +1,6 @@
-"""Block numbers become the right stretches of memory, and what does not fit is refused before memory is touched."""
+"""Block numbers become the right spans of memory, and invalid input is refused before memory is touched."""
 
 import threading
-from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -11,13 +10,14 @@ from hypothesis import strategies as st
 
 from baton.errors import PeerLost
 from baton.ports.transfer import KvMemory
-from baton.transfer import block_copy as memory_module
-from baton.transfer import copier as native
 from baton.transfer.block_copy import (
+    Spans,
     Stop,
     block_numbers,
     block_pairs,
     copy_blocks,
+    copy_blocks_with_numpy,
+    load_copier,
     paired_spans,
     require_alike,
     require_host,
@@ -33,13 +33,13 @@ blocks_of_90 = st.lists(st.integers(0, 89), max_size=30) | st.builds(
 
 
 def bytewise(memory: KvMemory, blocks: list[int]) -> list[int]:
-    """Every address of `blocks`, one after the other, the slow way."""
+    """Every address of `blocks`, one byte at a time."""
     planes = [memory.address + plane * memory.plane_bytes for plane in range(memory.planes)]
     size = memory.block_bytes
     return [plane + block * size + byte for plane in planes for block in blocks for byte in range(size)]
 
 
-def addresses(found: memory_module.Spans) -> list[int]:
+def addresses(found: Spans) -> list[int]:
     pairs = zip(found.addresses.tolist(), found.lengths.tolist(), strict=True)
     return [address + byte for address, length in pairs for byte in range(length)]
 
@@ -61,31 +61,31 @@ def test_paired_spans_are_cut_alike(data: st.DataObject, theirs: list[int]) -> N
     assert addresses(target) == bytewise(MEMORY, mine)
 
 
-def test_neighbours_are_one_span() -> None:
+def test_adjacent_blocks_are_one_span() -> None:
     found = spans(MEMORY, block_numbers(MEMORY, [4, 5, 6, 8, 7]))
     assert found.lengths.tolist() == [30, 10, 10] * 3
 
 
 @pytest.mark.parametrize("blocks", [[-1], [90], [0, 5, 90], [2**70], ["a"], [[1]], [None]])
-def test_numbers_that_the_cache_has_not_are_refused(blocks: list[int]) -> None:
+def test_block_numbers_outside_the_cache_are_refused(blocks: list[int]) -> None:
     with pytest.raises(PeerLost):
         block_numbers(MEMORY, blocks)
 
 
-def test_both_sides_must_name_as_many_blocks() -> None:
+def test_both_lists_must_be_equally_long() -> None:
     with pytest.raises(PeerLost, match="2 blocks cannot be copied into 1"):
         block_pairs(MEMORY, [1, 2], MEMORY, [1])
 
 
 @pytest.mark.parametrize(("field", "value"), [("model", "other"), ("dtype", "float32"), ("head_dim", 9)])
-def test_what_differs_in_shape_is_named(field: str, value: object) -> None:
+def test_the_error_names_the_field_that_differs_in_shape(field: str, value: object) -> None:
     other = msgspec.structs.replace(MEMORY, shape=msgspec.structs.replace(SHAPE, **{field: value}))
     with pytest.raises(PeerLost, match=f"{field} is .* here and {value} there"):
         require_alike(MEMORY, other)
 
 
 @pytest.mark.parametrize("field", ["planes", "block_bytes"])
-def test_what_differs_in_layout_is_named(field: str) -> None:
+def test_the_error_names_the_field_that_differs_in_layout(field: str) -> None:
     with pytest.raises(PeerLost, match=f"{field} is .* here and 5 there"):
         require_alike(MEMORY, msgspec.structs.replace(MEMORY, **{field: 5}))
 
@@ -108,31 +108,31 @@ def test_caches_may_have_different_numbers_of_blocks() -> None:
         ({"blocks": 2**31, "plane_bytes": 2**40}, 2**60),
     ],
 )
-def test_a_cache_that_does_not_fit_itself_or_its_file_is_refused(changes: dict[str, int], size: int) -> None:
+def test_an_inconsistent_cache_or_one_larger_than_its_file_is_refused(changes: dict[str, int], size: int) -> None:
     with pytest.raises(PeerLost):
         require_sound(msgspec.structs.replace(MEMORY, **changes), size)
     require_sound(MEMORY, 3000)
 
 
-def test_the_cpu_does_not_touch_memory_of_a_gpu() -> None:
+def test_memory_of_a_gpu_is_refused_by_cpu_transports() -> None:
     with pytest.raises(PeerLost, match="shm cannot move KV of device cuda:0"):
         require_host(msgspec.structs.replace(MEMORY, device="cuda:0"), "shm")
 
 
 @pytest.fixture(params=["compiled", "numpy"])
 def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Either copy: without a compiler there is no compiled one."""
-    native.load_copier.cache_clear()
+    """The copy in use: without a compiler it is numpy's."""
+    load_copier.cache_clear()
     if request.param == "numpy":
         monkeypatch.setenv("CXX", "no-such-compiler")
-    assert (native.load_copier() is None) == (request.param == "numpy")
+    assert (load_copier() is None) == (request.param == "numpy")
     yield request.param
-    native.load_copier.cache_clear()
+    load_copier.cache_clear()
 
 
 @pytest.mark.parametrize("order", ["runs", "scattered"])
-@pytest.mark.parametrize("block_bytes", [512, 48_000, 48_001], ids=["little", "past the caches", "unaligned"])
-def test_a_copy_moves_these_bytes_and_no_other(copier: str, order: str, block_bytes: int) -> None:
+@pytest.mark.parametrize("block_bytes", [512, 48_000, 48_001], ids=["small", "larger than CPU caches", "unaligned"])
+def test_a_copy_changes_exactly_the_target_blocks(copier: str, order: str, block_bytes: int) -> None:
     theirs = Cache(1, blocks=40, block_bytes=block_bytes, spare_bytes=100)
     mine = Cache(2, blocks=70, block_bytes=block_bytes, spare_bytes=64)
     random = np.random.default_rng(3)
@@ -156,7 +156,7 @@ def test_a_stopped_copy_copies_nothing(copier: str) -> None:
 
 
 def test_a_copy_can_be_stopped_in_the_middle(copier: str) -> None:
-    """Even a run without a gap, of which one plane alone is many pieces."""
+    """Also within one contiguous run, of which a single plane is many pieces."""
     theirs, mine = (Cache(seed, planes=2, blocks=8, block_bytes=4 << 20) for seed in (1, 2))
     pairs = block_pairs(theirs.memory, range(8), mine.memory, range(8))
     ends = [0, mine.bytes.size - 1]
@@ -165,21 +165,20 @@ def test_a_copy_can_be_stopped_in_the_middle(copier: str) -> None:
         mine.bytes[ends] = ~theirs.bytes[ends]
         setter = threading.Timer(0.001, stop.set)
         setter.start()
-        whole = copy_blocks(mine.memory, theirs.memory, *pairs, stop)
+        is_complete = copy_blocks(mine.memory, theirs.memory, *pairs, stop)
         setter.join()
         has_begun, has_ended = mine.bytes[ends] == theirs.bytes[ends]
-        assert whole == has_ended
-        if has_begun and not whole:
+        assert is_complete == has_ended
+        if has_begun and not is_complete:
             return
     pytest.fail("no copy was stopped in the middle")
 
 
 @settings(max_examples=20, deadline=None)
 @given(blocks_of_90)
-def test_both_copies_agree(blocks: list[int]) -> None:
+def test_compiled_and_numpy_copy_agree(blocks: list[int]) -> None:
     theirs, first, second = (Cache(seed, blocks=90, block_bytes=16) for seed in (1, 2, 2))
     pairs = block_pairs(theirs.memory, blocks, first.memory, blocks[::-1])
     copy_blocks(first.memory, theirs.memory, *pairs, Stop())
-    with patch.object(memory_module, "load_copier", return_value=None):
-        copy_blocks(second.memory, theirs.memory, *pairs, Stop())
+    copy_blocks_with_numpy(second.memory, theirs.memory, *pairs, Stop())
     assert (first.bytes == second.bytes).all()

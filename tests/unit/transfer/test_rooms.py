@@ -1,4 +1,4 @@
-"""Rooms: one way through the states, nothing for who has not the secret, and no memory without end."""
+"""Rooms: legal state transitions only, nothing without the secret, and bounded memory."""
 
 import pytest
 from hypothesis import settings
@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, PeerLost
-from baton.transfer import rooms as rooms_module
 from baton.transfer.rooms import Rooms, RoomState
 
 SECRET, OTHER = b"sixteen bytes ok", b"another sixteen!"
@@ -21,9 +20,9 @@ class Clock:
         return self.now
 
 
-def new_rooms(memory_s: float = 10.0) -> tuple[Rooms, Clock]:
+def new_rooms(memory_s: float = 10.0, max_remembered: int = 100) -> tuple[Rooms, Clock]:
     clock = Clock()
-    return Rooms(memory_s, clock), clock
+    return Rooms(memory_s, clock, max_remembered), clock
 
 
 def test_a_room_is_claimed_once_and_done() -> None:
@@ -31,7 +30,7 @@ def test_a_room_is_claimed_once_and_done() -> None:
     room = rooms.offer(0, SECRET, 5)
     assert rooms.open == {"offered": 1, "claimed": 0}
     assert rooms.claim(0, SECRET) is room
-    with pytest.raises(PeerLost, match="claimed by somebody else"):
+    with pytest.raises(PeerLost, match="already claimed"):
         rooms.claim(0, SECRET)
     assert rooms.end(room, RoomState.DONE)
     assert not rooms.end(room, RoomState.FAILED)
@@ -39,7 +38,7 @@ def test_a_room_is_claimed_once_and_done() -> None:
     assert rooms.ended == {"done": 1, "failed": 0, "expired": 0, "cancelled": 0}
 
 
-def test_the_secret_is_asked_for_everywhere() -> None:
+def test_every_operation_checks_the_secret() -> None:
     rooms, _ = new_rooms()
     room = rooms.offer(7, SECRET, 5)
     room.blocks.update({3: None, 4: None})
@@ -50,13 +49,13 @@ def test_the_secret_is_asked_for_everywhere() -> None:
     rooms.check(7, SECRET, [4, 3])
     with pytest.raises(PeerLost, match="wrong secret"):
         rooms.check(7, OTHER, [3])
-    with pytest.raises(PeerLost, match="not of room 7"):
+    with pytest.raises(PeerLost, match="do not belong to room 7"):
         rooms.check(7, SECRET, [3, 5])
     assert rooms.find(7, OTHER) is None
     rooms.end(room, RoomState.FAILED, EngineFailed("a step failed"))
     with pytest.raises(PeerLost, match="not open"):
         rooms.check(7, SECRET, [3])
-    assert rooms.claim(7, OTHER) is None, "who has another secret is not told how the room ended"
+    assert rooms.claim(7, OTHER) is None, "a claim with another secret does not learn how the room ended"
     with pytest.raises(EngineFailed, match="a step failed"):
         rooms.claim(7, SECRET)
 
@@ -76,10 +75,10 @@ def test_a_number_can_be_used_again_once_its_room_has_ended() -> None:
     rooms.end(room, RoomState.EXPIRED)
     again = rooms.offer(0, SECRET, 5)
     assert rooms.claim(0, SECRET) is again
-    assert not rooms.end(room, RoomState.FAILED), "the old one ends nothing"
+    assert not rooms.end(room, RoomState.FAILED), "the room of the earlier offer ends nothing"
 
 
-def test_who_left_before_the_room_was_there_is_remembered() -> None:
+def test_a_claim_withdrawn_before_its_offer_is_remembered() -> None:
     rooms, clock = new_rooms(memory_s=10)
     rooms.refuse(5, SECRET, Cancelled("the client left"))
     with pytest.raises(Cancelled, match="the client left"):
@@ -92,9 +91,8 @@ def test_who_left_before_the_room_was_there_is_remembered() -> None:
     rooms.offer(8, SECRET, 1)
 
 
-def test_what_has_ended_is_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms_module, "MAX_REMEMBERED", 3)
-    rooms, clock = new_rooms(memory_s=10)
+def test_ended_rooms_are_forgotten_by_age_and_by_number() -> None:
+    rooms, clock = new_rooms(memory_s=10, max_remembered=3)
     for number in range(5):
         rooms.end(rooms.offer(number, SECRET, 1), RoomState.EXPIRED)
     assert rooms.claim(0, SECRET) is None
@@ -103,17 +101,17 @@ def test_what_has_ended_is_forgotten_after_a_while(monkeypatch: pytest.MonkeyPat
     clock.now = 11
     assert rooms.claim(4, SECRET) is None
     rooms.end(rooms.offer(9, SECRET, 1), RoomState.EXPIRED)
-    assert len(rooms._ended) == 1, "old endings do not stay"
+    assert rooms.remembered == 1, "expired records are removed"
 
 
-def test_a_done_room_was_claimed_before() -> None:
+def test_an_unclaimed_room_cannot_be_done() -> None:
     rooms, _ = new_rooms()
     with pytest.raises(AssertionError, match="from offered to done"):
         rooms.end(rooms.offer(1, SECRET, 1), RoomState.DONE)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever is asked in whatever order: a plain restatement of the rules says the same."""
+    """Any sequence of operations agrees with a plain restatement of the rules."""
 
     def __init__(self) -> None:
         super().__init__()
