@@ -5,6 +5,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 PROGRAM = """
 import asyncio, time
 import baton.process.signals

@@ -272,6 +272,7 @@ def test_a_poll_asks_at_its_pace_even_when_the_answer_comes_at_once() -> None:
     run_bounded(body())
 
 
+@pytest.mark.process
 def test_d21_logging_is_left_alone() -> None:
     code = (
         "import logging, sys; import baton.engines.trtllm.adapter, baton.engines.trtllm.help; "
