@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from baton.config.engines import EchoOptions
 from baton.engine_kit.output_stream import OutputStream
-from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold
-from baton.engines.echo.pictures import see, with_pictures
+from baton.engines.echo.blocks import BLOCK, BlockLedger, Hold
+from baton.engines.echo.images import see, with_pictures
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
 from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress, Work

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from baton.engines.torch.arena import Arena, available_bytes
-from baton.engines.torch.recording import Recording
+from baton.engines.torch.profiler import Recording
 from baton.engines.torch.weights import Put, WeightGroup, gather
 from baton.errors import EngineFailed, InvalidRequest, Paused, Unsupported
 from baton.protocol.commands import (

@@ -8,9 +8,9 @@ from baton.config.engines import TorchOptions
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.commands import Controls
 from baton.engines.torch.handoff import newly_final, to_be_filled
-from baton.engines.torch.plan import finish_of
 from baton.engines.torch.runner import Runner
 from baton.engines.torch.sampler import Sampled
+from baton.engines.torch.sampling_params import finish_of
 from baton.engines.torch.scheduler import Batch, Chunk, Scheduler
 from baton.engines.torch.sequence import Phase, Sequence
 from baton.errors import BatonError, EngineDead, EngineFailed

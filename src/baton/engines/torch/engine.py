@@ -12,7 +12,7 @@ from baton.config.engines import TorchOptions
 from baton.engine_kit.output_stream import OutputStream
 from baton.engine_kit.threads import run_in_thread
 from baton.engines.torch.guided import GuideCompiler
-from baton.engines.torch.plan import Guide, make_plan
+from baton.engines.torch.sampling_params import Guide, make_plan
 from baton.engines.torch.sequence import Sequence
 from baton.engines.torch.thread import EngineThread
 from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest

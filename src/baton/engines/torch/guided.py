@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from baton.engines.torch.plan import Guide
+from baton.engines.torch.sampling_params import Guide
 from baton.errors import BatonError, EngineDead, InvalidRequest, Unsupported
 from baton.protocol.requests import GuidedDecoding
 

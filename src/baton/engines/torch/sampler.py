@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engines.torch.plan import Guide, SamplingPlan
+from baton.engines.torch.sampling_params import Guide, SamplingPlan
 from baton.engines.torch.sequence import Sequence
 from baton.errors import BatonError, EngineFailed
 from baton.protocol.outputs import Logprobs, TopLogprob

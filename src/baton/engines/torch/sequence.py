@@ -9,7 +9,7 @@ from baton.protocol.handoff import Consume, Produce
 from baton.protocol.outputs import Logprobs
 
 if TYPE_CHECKING:
-    from baton.engines.torch.plan import Guide, SamplingPlan
+    from baton.engines.torch.sampling_params import Guide, SamplingPlan
 
 
 class Phase(enum.Enum):

@@ -8,9 +8,9 @@ import pytest
 from baton.config.engines import TorchOptions
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.core import MAX_FAILED_STEPS, Core
-from baton.engines.torch.plan import make_plan
 from baton.engines.torch.runner import Runner, Sampling
 from baton.engines.torch.sampler import Sampled
+from baton.engines.torch.sampling_params import make_plan
 from baton.engines.torch.scheduler import Batch, Scheduler
 from baton.engines.torch.sequence import Sequence
 from baton.errors import BatonError, EngineDead, EngineFailed

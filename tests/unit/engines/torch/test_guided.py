@@ -14,8 +14,8 @@ pytest.importorskip("llguidance")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 from baton.engines.torch.guided import MAX_SCHEMA_BYTES, GuideCompiler  # noqa: E402
-from baton.engines.torch.plan import Guide, finish_of, make_plan  # noqa: E402
 from baton.engines.torch.sampler import Sampled, sample  # noqa: E402
+from baton.engines.torch.sampling_params import Guide, finish_of, make_plan  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.errors import EngineDead, InvalidRequest, Unsupported  # noqa: E402
 from baton.models.defaults import SamplingDefaults  # noqa: E402

@@ -21,8 +21,8 @@ from baton.engines.torch.models.config import LlamaConfig, Rope  # noqa: E402
 from baton.engines.torch.models.llama import Layer, LlamaModel, Span, Step, Weights  # noqa: E402
 from baton.engines.torch.native.decoder import NativeDecoder, Rows  # noqa: E402
 from baton.engines.torch.native.library import load_decoder_library  # noqa: E402
-from baton.engines.torch.plan import make_plan  # noqa: E402
 from baton.engines.torch.runner import Runner  # noqa: E402
+from baton.engines.torch.sampling_params import make_plan  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.models.defaults import SamplingDefaults  # noqa: E402
 from baton.ports.engine import Work  # noqa: E402

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from baton.engines.torch.plan import make_plan  # noqa: E402
 from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample, uniform  # noqa: E402
+from baton.engines.torch.sampling_params import make_plan  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.errors import BatonError, EngineFailed, InvalidRequest  # noqa: E402
 from baton.models.defaults import SamplingDefaults  # noqa: E402

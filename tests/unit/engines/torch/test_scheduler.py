@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.engine_kit.block_hash import block_hashes
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.handoff import newly_final, to_be_filled
-from baton.engines.torch.plan import make_plan
+from baton.engines.torch.sampling_params import make_plan
 from baton.engines.torch.scheduler import PROMPTS_AT_ONCE, Batch, Chunk, Scheduler
 from baton.engines.torch.sequence import Phase, Sequence
 from baton.models.defaults import SamplingDefaults

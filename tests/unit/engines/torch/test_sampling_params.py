@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engines.torch.plan import SamplingPlan, finish_of, make_plan
+from baton.engines.torch.sampling_params import SamplingPlan, finish_of, make_plan
 from baton.errors import ConfigError, InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.ports.engine import Work

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from baton.engine_kit.block_hash import block_hashes
-from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold
+from baton.engines.echo.blocks import BLOCK, BlockLedger, Hold
 
 TOTAL = 12
 
