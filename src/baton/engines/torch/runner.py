@@ -203,7 +203,7 @@ class Runner:
         """Keep log-probabilities of the prompt for those who asked: the row of a token scores the next one."""
         first = 0
         for chunk in prefills:
-            sequence, top = chunk.sequence, chunk.sequence.plan.prompt_logprobs
+            sequence, top = chunk.sequence, chunk.sequence.params.prompt_logprobs
             if top is not None and sequence.scored:
                 if chunk.start == 0:
                     sequence.prompt_logprobs.clear()

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, checked once, with the model's defaults filled in. Knows no torch."""
+"""The sampling parameters of a request, validated once, with the model's defaults filled in. Knows no torch."""
 
 import math
 import secrets
@@ -14,123 +14,123 @@ from baton.protocol.requests import Sampling
 
 T = TypeVar("T", int, float)
 
-# Below this a softmax is an argmax in all but name, and dividing by it loses digits.
-COLDEST = 1e-5
+# Below this a softmax equals an argmax, and dividing by it loses digits.
+MIN_TEMPERATURE = 1e-5
 MAX_BIAS = 100.0
 
 
-class SamplingPlan(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one choice is sampled and when it ends. Every id in it is a token of the model."""
 
     temperature: float
     top_k: int  # 0 is off
     top_p: float
     min_p: float
-    registration: float
-    frequency: float
-    repetition: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
     seed: int
-    bias: tuple[tuple[int, float], ...]
+    logit_bias: tuple[tuple[int, float], ...]
     logprobs: int | None
     prompt_logprobs: int | None
     min_tokens: int
     max_tokens: int
-    ends: frozenset[int]
-    stops: frozenset[int]
+    eos_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
 
     @property
     def greedy(self) -> bool:
-        """Whether the best token is taken, without chance."""
-        return self.temperature < COLDEST or self.top_k == 1 or self.top_p == 0.0
+        """Whether the token with the highest logit is taken."""
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
 
     @property
-    def penalises(self) -> bool:
-        """Whether tokens that were there before count for more or less."""
-        return self.registration != 0.0 or self.frequency != 0.0 or self.repetition != 1.0
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
-    def edits(self) -> bool:
-        """Whether the request changes logits, whatever the step."""
-        return bool(self.bias) or self.penalises
+    def edits_logits(self) -> bool:
+        """Whether the request changes logits in every step."""
+        return bool(self.logit_bias) or self.has_penalties
 
     @property
-    def plain(self) -> bool:
-        """Whether the argmax of the raw logits is all that is needed, once `min_tokens` are there."""
-        return self.greedy and not self.edits and self.logprobs is None
+    def argmax_only(self) -> bool:
+        """Whether the argmax of the raw logits is enough, once `min_tokens` are generated."""
+        return self.greedy and not self.edits_logits and self.logprobs is None
 
 
 class Guide(Protocol):
-    """Keeps one sequence inside its grammar. Used by one thread at a time."""
+    """Constrains one sequence to its grammar. Used by one thread at a time."""
 
     @property
     def done(self) -> bool:
-        """Whether the text is complete and nothing but an end token can follow.
+        """Whether the text is complete and only an end token can follow.
 
-        The engine ends such a sequence with STOP, whatever `min_tokens` says; asking it for another token is an error
-        where the model has no end token.
+        The engine ends such a sequence with STOP, whatever `min_tokens` is. Without an end token in the model, `mask`
+        raises from then on.
         """
 
     def mask(self) -> bytes:
-        """Return one bit for each token of the model, lowest bit first; 1 means allowed, and at least one is.
+        """Return one bit for each token of the model, lowest bit first; 1 means allowed. At least one is.
 
-        Raises InvalidRequest when no token can follow or the grammar turns out to be too complex here.
+        Raises InvalidRequest if no token can follow, or if the grammar is too complex at this position.
         """
 
     def accept(self, token: int) -> None:
-        """Go on with `token`, which the mask allows. Raises InvalidRequest as `mask` does."""
+        """Advance by `token`, which the mask allows. Raises InvalidRequest as `mask` does."""
 
 
-def make_plan(work: Work, index: int, defaults: SamplingDefaults, vocab: int) -> SamplingPlan:
-    """Return how choice `index` of `work` is sampled. Raises InvalidRequest or Unsupported, naming the field."""
+def make_sampling_params(work: Work, defaults: SamplingDefaults, vocab: int) -> SamplingParams:
+    """Return how one choice of `work` is sampled. Raises InvalidRequest or Unsupported, naming the field."""
     sampling, stop = work.sampling, work.stop
     if sampling.use_beam_search:
         raise Unsupported("use_beam_search: this engine has no beam search")
     if stop.max_thinking_tokens is not None:
-        raise Unsupported("max_thinking_tokens: this engine does not count thinking apart")
+        raise Unsupported("max_thinking_tokens: this engine does not count thinking tokens separately")
     top_k = _first(sampling.top_k, defaults.top_k, 0)
     if top_k < -1:
         raise InvalidRequest(f"top_k: {top_k} is not -1, 0 or a number of tokens")
-    ends = () if stop.ignore_eos else (*work.eos_token_ids, *defaults.eos_token_ids)
+    eos = () if stop.ignore_eos else (*work.eos_token_ids, *defaults.eos_token_ids)
     stops = (*(stop.stop_token_ids or ()), *(stop.stop_token_ids_visible or ()), *(stop.stop_token_ids_hidden or ()))
-    return SamplingPlan(
+    return SamplingParams(
         temperature=_within("temperature", _first(sampling.temperature, defaults.temperature, 1.0), 0.0, 100.0),
         top_k=top_k if 0 < top_k < vocab else 0,
         top_p=_within("top_p", _first(sampling.top_p, defaults.top_p, 1.0), 0.0, 1.0),
         min_p=_within("min_p", _first(sampling.min_p, defaults.min_p, 0.0), 0.0, 1.0),
-        registration=_within("presence_penalty", sampling.presence_penalty or 0.0, -2.0, 2.0),
-        frequency=_within("frequency_penalty", sampling.frequency_penalty or 0.0, -2.0, 2.0),
-        repetition=_repetition(_first(sampling.repetition_penalty, defaults.repetition_penalty, 1.0)),
+        presence_penalty=_within("presence_penalty", sampling.presence_penalty or 0.0, -2.0, 2.0),
+        frequency_penalty=_within("frequency_penalty", sampling.frequency_penalty or 0.0, -2.0, 2.0),
+        repetition_penalty=_repetition(_first(sampling.repetition_penalty, defaults.repetition_penalty, 1.0)),
         seed=_seed(sampling.seed),
-        bias=_bias(sampling, vocab),
+        logit_bias=_bias(sampling, vocab),
         logprobs=_at_most(work.output.logprobs, vocab),
         prompt_logprobs=_at_most(work.output.prompt_logprobs, vocab),
         min_tokens=stop.min_tokens or 0,
         max_tokens=work.max_tokens,
-        ends=frozenset(token for token in ends if 0 <= token < vocab),
-        stops=frozenset(token for token in stops if 0 <= token < vocab),
+        eos_token_ids=frozenset(token for token in eos if 0 <= token < vocab),
+        stop_token_ids=frozenset(token for token in stops if 0 <= token < vocab),
     )
 
 
-def finish_of(plan: SamplingPlan, token: int, generated: int) -> tuple[FinishReason, int | str | None] | None:
-    """Return why a choice ends with `token`, its `generated`-th (from 1), and which stop it was; None: it goes on."""
-    if generated >= plan.min_tokens:
-        if token in plan.ends:
+def finish_of(params: SamplingParams, token: int, generated: int) -> tuple[FinishReason, int | str | None] | None:
+    """Return why a choice ends with `token`, its `generated`-th (from 1), and which stop matched; else None."""
+    if generated >= params.min_tokens:
+        if token in params.eos_token_ids:
             return FinishReason.EOS, None
-        if token in plan.stops:
+        if token in params.stop_token_ids:
             return FinishReason.STOP, token
-    if generated >= plan.max_tokens:
+    if generated >= params.max_tokens:
         return FinishReason.LENGTH, None
     return None
 
 
-def _first(asked: T | None, default: T | None, otherwise: T) -> T:
-    if asked is not None:
-        return asked
+def _first(requested: T | None, default: T | None, otherwise: T) -> T:
+    if requested is not None:
+        return requested
     return otherwise if default is None else default
 
 
-def _at_most(asked: int | None, vocab: int) -> int | None:
-    return None if asked is None else min(asked, vocab)
+def _at_most(requested: int | None, vocab: int) -> int | None:
+    return None if requested is None else min(requested, vocab)
 
 
 def _within(field: str, value: float, low: float, high: float) -> float:
@@ -145,12 +145,12 @@ def _repetition(value: float) -> float:
     return value
 
 
-def _seed(asked: int | None) -> int:
-    if asked is None:
+def _seed(requested: int | None) -> int:
+    if requested is None:
         return secrets.randbits(63)
-    if not -(2**63) <= asked < 2**63:
-        raise InvalidRequest(f"seed: {asked} does not fit 64 bits")
-    return asked
+    if not -(2**63) <= requested < 2**63:
+        raise InvalidRequest(f"seed: {requested} does not fit 64 bits")
+    return requested
 
 
 def _bias(sampling: Sampling, vocab: int) -> tuple[tuple[int, float], ...]:
@@ -161,5 +161,5 @@ def _bias(sampling: Sampling, vocab: int) -> tuple[tuple[int, float], ...]:
         _within(f"logit_bias of token {key}", value, -MAX_BIAS, MAX_BIAS)
         pairs.append((int(key), float(value)))
     if len(pairs) != len(dict(pairs)):
-        raise InvalidRequest("logit_bias: a token is named twice")
+        raise InvalidRequest("logit_bias: a token is given twice")
     return tuple(pairs)

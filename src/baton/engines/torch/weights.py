@@ -33,7 +33,7 @@ from baton.protocol.commands import (
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Parts = Mapping[str, Tensor]
-Put = Callable[[], int]
+ReplaceWeights = Callable[[], int]
 """Replaces weights between two steps; returns how many tensors."""
 
 
@@ -97,7 +97,7 @@ def _broadcast(tensor: Tensor, timeout: timedelta) -> None:
     group.broadcast([tensor], options).wait(timeout)
 
 
-def gather(source: WeightSource, parts: Parts, config: LlamaConfig, group: WeightGroup | None) -> Put:
+def gather(source: WeightSource, parts: Parts, config: LlamaConfig, group: WeightGroup | None) -> ReplaceWeights:
     """Check what the source names and wait for what has to arrive, on any thread; return what puts it in place.
 
     Both raise InvalidRequest for what does not fit the model and EngineFailed for what did not arrive, and then not one

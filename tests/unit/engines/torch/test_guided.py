@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # 
 
 from baton.engines.torch.guided import MAX_SCHEMA_BYTES, GuideCompiler  # noqa: E402
 from baton.engines.torch.sampler import Sampled, sample  # noqa: E402
-from baton.engines.torch.sampling_params import Guide, finish_of, make_plan  # noqa: E402
+from baton.engines.torch.sampling_params import Guide, finish_of, make_sampling_params  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.errors import EngineDead, InvalidRequest, Unsupported  # noqa: E402
 from baton.models.defaults import SamplingDefaults  # noqa: E402
@@ -100,7 +100,7 @@ def make_sequence(vocab: int, seed: int, guide: Guide | None, stop: StopConditio
         stop=stop or StopConditions(),
         eos_token_ids=(EOS, TURN),
     )
-    sequence = Sequence(work, 0, make_plan(work, 0, SamplingDefaults(), vocab), 0)
+    sequence = Sequence(work, 0, make_sampling_params(work, SamplingDefaults(), vocab), 0)
     sequence.guide = guide
     return sequence
 
@@ -116,7 +116,7 @@ def run(sequences: list[Sequence], vocab: int, seed: int = 0) -> None:
         for sequence, result in zip(batch, sample(logits[: len(batch)], batch), strict=True):
             assert isinstance(result, Sampled)
             sequence.tokens.append(result.token)
-            ended = finish_of(sequence.plan, result.token, sequence.generated)
+            ended = finish_of(sequence.params, result.token, sequence.generated)
             if sequence in open_ and (ended or (sequence.guide and sequence.guide.done)):
                 open_.remove(sequence)
 

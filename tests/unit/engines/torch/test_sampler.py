@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample, uniform  # noqa: E402
-from baton.engines.torch.sampling_params import make_plan  # noqa: E402
+from baton.engines.torch.sampling_params import make_sampling_params  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.errors import BatonError, EngineFailed, InvalidRequest  # noqa: E402
 from baton.models.defaults import SamplingDefaults  # noqa: E402
@@ -75,7 +75,7 @@ def make_sequence(
         output=OutputOptions(logprobs=logprobs),
         eos_token_ids=(0,),
     )
-    sequence = Sequence(work, index, make_plan(work, index, SamplingDefaults(), vocab), 0)
+    sequence = Sequence(work, index, make_sampling_params(work, SamplingDefaults(), vocab), 0)
     sequence.tokens += history or []
     return sequence
 
@@ -92,39 +92,41 @@ def sample_one(logits: list[float], sequence: Sequence) -> Sampled | BatonError:
 
 def edited(logits: list[float], sequence: Sequence) -> list[float]:
     """The reference for bias and penalties, in 32-bit arithmetic as the rule is written."""
-    plan, row = sequence.plan, torch.tensor(logits)
-    for token, value in plan.bias:
+    params, row = sequence.params, torch.tensor(logits)
+    for token, value in params.logit_bias:
         row[token] += value
     output = Counter(sequence.tokens[sequence.prompt_length :])
     for token in set(sequence.tokens):
-        if plan.repetition != 1.0:
-            row[token] = row[token] / plan.repetition if row[token] > 0 else row[token] * plan.repetition
+        if params.repetition_penalty != 1.0:
+            row[token] = (
+                row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+            )
         if count := output[token]:
-            row[token] -= plan.frequency * count
-            row[token] -= plan.registration
+            row[token] -= params.frequency_penalty * count
+            row[token] -= params.presence_penalty
     values: list[float] = row.tolist()
     return values
 
 
 def allowed_tokens(logits: list[float], sequence: Sequence, slack: float) -> set[int]:
     """The reference for what may be drawn: everything down to a least logit. `slack` widens or tightens each rule."""
-    plan, peak = sequence.plan, max(logits)
-    if plan.greedy:
+    params, peak = sequence.params, max(logits)
+    if params.greedy:
         return {token for token, value in enumerate(logits) if value >= peak - max(slack, 0.0)}
-    weights = [math.exp((value - peak) / plan.temperature) for value in logits]
+    weights = [math.exp((value - peak) / params.temperature) for value in logits]
     order = sorted(range(len(logits)), key=lambda token: -logits[token])
-    if plan.top_k:
-        least = logits[order[plan.top_k - 1]] - slack
+    if params.top_k:
+        least = logits[order[params.top_k - 1]] - slack
         order = [token for token in order if logits[token] >= least]
-    if plan.top_p < 1.0 and order:  # tightened, a tie leaves nobody
+    if params.top_p < 1.0 and order:  # tightened, a tie leaves nobody
         mass, total = 0.0, sum(weights[token] for token in order)
         for token in order:
             mass += weights[token]
-            if mass >= (plan.top_p + slack) * total:
+            if mass >= (params.top_p + slack) * total:
                 break
         least = logits[token] - slack
         order = [token for token in order if logits[token] >= least]
-    return {token for token in order if weights[token] >= plan.min_p * (1 - slack)}
+    return {token for token in order if weights[token] >= params.min_p * (1 - slack)}
 
 
 @settings(max_examples=200, deadline=None)
@@ -142,12 +144,12 @@ def test_every_token_that_the_rules_leave_can_be_drawn(logits: list[float], samp
     sequences = [make_sequence(sampling, index=index) for index in range(300)]
     row = edited(logits, sequences[0])
     drawn = {token_of(result) for result in sample(torch.tensor(logits).repeat(300, 1), sequences)}
-    plan = sequences[0].plan
+    params = sequences[0].params
     assert drawn <= allowed_tokens(row, sequences[0], 1e-3)
-    sure = allowed_tokens(row, sequences[0], -1e-3) if not plan.greedy else {row.index(max(row))}
-    weights = {token: math.exp((row[token] - max(row)) / max(plan.temperature, 1e-9)) for token in sure}
-    total = sum(math.exp((value - max(row)) / max(plan.temperature, 1e-9)) for value in row)
-    assert {token for token, weight in weights.items() if plan.greedy or weight / total > 0.1} <= drawn
+    sure = allowed_tokens(row, sequences[0], -1e-3) if not params.greedy else {row.index(max(row))}
+    weights = {token: math.exp((row[token] - max(row)) / max(params.temperature, 1e-9)) for token in sure}
+    total = sum(math.exp((value - max(row)) / max(params.temperature, 1e-9)) for value in row)
+    assert {token for token, weight in weights.items() if params.greedy or weight / total > 0.1} <= drawn
 
 
 @settings(max_examples=100, deadline=None)
