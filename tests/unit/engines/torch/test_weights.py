@@ -294,7 +294,7 @@ def test_a_segment_that_does_not_fit_changes_nothing(model: Path, new: Tensors) 
                 norm, head = source.tensors
                 beyond = SharedTensor(name=HEAD, dtype="float32", shape=head.shape, offset=head.offset + 4)
                 crooked = SharedTensor(name=HEAD, dtype="float32", shape=head.shape, offset=head.offset - 1)
-                bad = {"beyond the segment": (norm, beyond), "which its type cannot": (norm, crooked)}
+                bad = {"beyond the segment": (norm, beyond), "not aligned to its dtype": (norm, crooked)}
                 for complaint, tensors in bad.items():
                     changed = FromSharedMemory(segment=source.segment, tensors=tensors)
                     await assert_refused(here, changed, complaint, InvalidRequest)
@@ -397,7 +397,7 @@ def test_a_failed_join_changes_nothing(model: Path) -> None:
             before = await here.generate()
             lonely = JoinGroup(group="g", host="127.0.0.1", port=free_port(), rank=1, size=2, timeout_s=1)
             for _ in range(2):
-                with pytest.raises(EngineFailed, match="did not come together"):
+                with pytest.raises(EngineFailed, match="could not be joined"):
                     await here.execute(lonely)
             with pytest.raises(InvalidRequest, match="no rank 2"):
                 await here.execute(JoinGroup(group="g", host="127.0.0.1", port=1, rank=2, size=2))

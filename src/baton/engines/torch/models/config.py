@@ -1,4 +1,4 @@
-"""What the config.json of a supported model says, checked: anything this engine would get wrong is refused by name."""
+"""Reads the config.json of a supported model. What this engine does not support is refused by name."""
 
 import math
 from pathlib import Path
@@ -113,7 +113,7 @@ def read_llama_config(directory: Path) -> LlamaConfig:
     family = FAMILIES.get(architecture)
     if family is None:
         raise ConfigError(
-            f"{architecture} is not a model of the built-in engine; it has {', '.join(FAMILIES)} for text and"
+            f"{architecture} is not supported by the built-in engine; it supports {', '.join(FAMILIES)} for text and"
             f" {', '.join(sorted(ENCODERS))} for embeddings. Choose another engine with --engine"
         )
     _refuse(raw, path)
@@ -140,7 +140,7 @@ def read_llama_config(directory: Path) -> LlamaConfig:
     )
     if config.heads % config.kv_heads or config.head_dim % 2:
         raise ConfigError(f"{path}: {config.heads} heads of {head_dim} over {config.kv_heads} KV heads do not divide")
-    inverse_frequencies(config)  # positions of a kind that is not known are refused before the weights are read
+    inverse_frequencies(config)  # an unknown kind of positions is refused before the weights are read
     return config
 
 
@@ -157,12 +157,12 @@ def _refuse(raw: _Raw, path: Path) -> None:
 
 
 def _context(raw: _Raw, family: str, rope: Rope) -> int:
-    """Return how many tokens the model can attend to with full attention, which is all this engine does."""
+    """Return the context length with full attention, the only kind that this engine computes."""
     context = raw.max_position_embeddings
     if rope.rope_type == "yarn" and rope.original_max_position_embeddings:
         context = max(context, int(rope.original_max_position_embeddings * rope.factor))
     slides = raw.use_sliding_window if raw.use_sliding_window is not None else family == "mistral"
-    # Within one window, sliding and full attention are the same.
+    # Within one window, sliding and full attention are equal.
     return min(context, raw.sliding_window) if slides and raw.sliding_window else context
 
 
@@ -184,7 +184,7 @@ def inverse_frequencies(config: LlamaConfig) -> tuple[list[float], float]:
 
 
 def _llama3(frequency: float, rope: Rope, context: int) -> float:
-    """Slow rotations are stretched by the factor, fast ones kept, those between blended."""
+    """Scale slow rotations by the factor, keep fast ones, and blend those between."""
     original = rope.original_max_position_embeddings or context
     wavelength = 2 * math.pi / frequency
     if wavelength < original / rope.high_freq_factor:
