@@ -109,7 +109,7 @@ class Span(NamedTuple):
 
 
 class Decodes(NamedTuple):
-    """Rows [first, first + n) that decode: the cache rows of each, padded to the longest, and the mask of valid ones."""
+    """Rows [first, first + n) that decode: the cache rows of each, padded to the longest, and their mask."""
 
     first: int
     slots: Tensor
