@@ -66,33 +66,33 @@ def to_markdown(results: DisaggResults) -> str:
     note = " **The source changed while this ran.**" if results.source_changed else ""
     busy = max(cell.busy_cores for cell in results.cells)
     lines = [
-        "# Prefill and decode apart, against workers that do both",
+        "# Disaggregated serving against aggregated workers",
         "",
         f"{results.date}, commit {results.commit}, {machine.cores} cores of {machine.cpu}, Python {machine.python}."
         f" `{results.command}`.{note}",
         "",
-        "SmolLM2-135M in bfloat16, one core for each worker. Aggregated: two workers, each doing both. Disaggregated:"
+        "SmolLM2-135M in bfloat16, one core per worker. Aggregated: two aggregated workers. Disaggregated:"
         " one prefill and one decode worker. Alone: prompts of 1,000 tokens, one at a time. With long prompts: 4"
-        " streams of short prompts and 200 tokens each, while prompts of 2,000 tokens come in, each a second after the"
-        f" last. Milliseconds; the median of the rounds, with the least and the most."
-        f" At most {busy:.1f} cores were busy, the load's included.",
+        " streams of short prompts and 200 tokens each, while prompts of 2,000 tokens arrive, each a second after the"
+        f" last. Milliseconds; the median of the rounds, with minimum and maximum."
+        f" At most {busy:.1f} cores were busy, including the load generator.",
         "",
         table(["", "aggregated", "disaggregated", "ratio"], [row(results.cells, name) for name in MEASURES]),
         "",
-        "## What the way between the workers adds",
+        "## Cost of the handoff",
         "",
         added(results.cells),
         "",
-        "## From a client's leaving to everything freed",
+        "## From a client disconnect to all memory freed",
         "",
-        "On a model whose steps take about a millisecond, so that it is not the step in flight that is measured; by the"
-        " workers' own logs, to the millisecond.",
+        "On a model whose steps take about a millisecond, so that the running step does not dominate; from the workers'"
+        " logs, to the millisecond.",
         "",
         table(["the request was in", "clients", "p50 ms", "p99 ms", "longest ms"], [*cancel_rows(results.cancels)]),
         "",
-        "## Bytes from one process to another",
+        "## KV transfer between two processes",
         "",
-        "Blocks as SmolLM2 has them. `first touch` is the first read of memory that this process has not seen yet.",
+        "Blocks of SmolLM2's size. `first touch` is the first read of memory that this process has not touched yet.",
         "",
         to_table(results.transfers),
         "",
@@ -119,9 +119,10 @@ def added(cells: Sequence[Cell]) -> str:
     step = by_round(cells, "disaggregated", MEASURES["gap alone, p50"])
     fetching, making = spread([*fetch.values()]), spread([*step.values()])
     return (
-        f"The first token of a prompt of 1,000 tokens comes {spread(shares)} % later than from one worker that does"
-        f" both, in the same round: {spread(later)} ms. Fetching the KV takes {fetching} ms of that, and the step in"
-        f" which the decode worker makes the token {making} ms; the rest is messages between four processes, and noise."
+        f"The first token of a prompt of 1,000 tokens arrives {spread(shares)} % later than from an aggregated worker"
+        f" in the same round: {spread(later)} ms. Fetching the KV takes {fetching} ms of that, and the step in"
+        f" which the decode worker computes the token {making} ms; the rest is messages between four processes, and"
+        " noise."
     )
 
 

@@ -119,8 +119,8 @@ def to_markdown(results: EngineResults) -> str:
         heading(results),
         CHANGED_SOURCE if results.source_changed else "",
         table(["engine", *(measure.title for measure in measures)], rows_of(runs, measures)),
-        "Tokens a second; ready and memory as they are.",
-        "## From the prompts to the last token",
+        "Tokens per second; ready in seconds, memory in GB.",
+        "## End to end, from the prompts to the last token",
         table(["engine", *(measure.title for measure in wall_measures(sizes))], rows_of(runs, wall_measures(sizes))),
         *ratio_sections(runs, [*measures, *wall_measures(sizes)]),
         *agreement_section(results),
@@ -142,13 +142,13 @@ def heading(results: EngineResults) -> str:
         f"`{results.command}`, {results.date}, commit {results.commit or 'unknown'}. {results.threads} threads on "
         f"{machine.cores} cores of {machine.cpu}, Python {machine.python}, {named}.\n\n"
         f"SmolLM2-135M-Instruct. Decode: prompts of {sizes.prompt_tokens} tokens that differ, {sizes.new_tokens} new "
-        "tokens each, greedy, ends ignored, all given at once; counted from the moment every row has its first token "
+        "tokens each, greedy, EOS ignored, all submitted at once; timed from the moment every row has its first token "
         f"to the moment the first row has its last. Prefill: a prompt of {sizes.prefill_tokens:,} tokens to its first "
         "new one. Ready: from the start of the process to a first token. Memory: the peak resident size of the "
-        "process and its children. Each engine runs alone in a process of its own, "
+        "process and its children. Each engine runs alone in its own process, "
         f"{sizes.rounds} rounds in turn, every cell {sizes.repeats} times a round (prefill twice as often). A value is "
-        f"the median with the least and the most in brackets; {NOISY_MARK} marks a spread above {NOISY_SPREAD:.0%} of "
-        "the median. Engines differ in what they compute with: q4_1 and q8_0 read fewer bytes a token than 16 bits."
+        f"the median with minimum and maximum in brackets; {NOISY_MARK} marks a spread above {NOISY_SPREAD:.0%} of "
+        "the median. Weights differ between engines: q4_1 and q8_0 read fewer bytes per token than 16 bits."
     )
 
 
@@ -187,14 +187,14 @@ def round_ratios(ours: dict[int, Measured], theirs: dict[int, Measured], measure
 def agreement_section(results: EngineResults) -> Iterator[str]:
     if not results.agreement:
         return
-    yield "## Do they say the same?"
+    yield "## Agreement of the outputs"
     yield (
-        f"The decode prompts' answers next to those of {REFERENCE}: how many rows are equal from end to end, and after "
-        "how many tokens, on average, the first differs. Rounding to 16 bits makes close calls fall the other way, and "
-        "from there on a text goes its own way; 32 bits should agree throughout."
+        f"The outputs of the decode prompts compared with those of {REFERENCE}: how many rows are equal, and after how "
+        "many tokens, on average, the first differs. Rounding to 16 bits changes near-ties, and from there on the "
+        "texts diverge; 32 bits should agree throughout."
     )
     yield table(
-        ["engine", "equal rows", "leading tokens that agree", "the first answer begins"],
+        ["engine", "equal rows", "leading tokens that agree", "start of the first output"],
         [
             [engine, f"{found.equal_rows} of {found.rows}", f"{found.leading_tokens:.1f}", f"`{found.sample}`"]
             for engine, found in results.agreement.items()
@@ -250,7 +250,7 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> Iterator[int]:
 def failure_section(runs: Sequence[Run]) -> Iterator[str]:
     failed = [run for run in runs if run.failure]
     if failed:
-        yield "## What did not run"
+        yield "## Failed runs"
         yield "\n".join(
             f"- {engine}, {sum(run.engine == engine for run in failed)} of {sum(run.engine == engine for run in runs)} "
             f"rounds: {next(run.failure for run in failed if run.engine == engine)}"

@@ -1,4 +1,4 @@
-"""`python -m bench.handlers`: what serving SGLang costs a worker, in Baton and in the reference's way.
+"""`python -m bench.handlers`: CPU cost of serving SGLang, in Baton and in the way of Dynamo's handlers.
 
 Both serve the same double of SGLang's engine under the same runtime and the same frontend; only the worker's processor
 time is looked at. Paced, every request gets a token every 20 ms, as from a batch that is being decoded.
@@ -90,21 +90,21 @@ def per_request(cell: Cell) -> float:
 
 def to_markdown(results: Results) -> str:
     lines = [
-        "# What serving SGLang costs a worker",
+        "# CPU cost of serving SGLang",
         "",
         f"`{results.command}`, {results.date[:10]}, {results.machine.cores} cores, {results.machine.cpu}.",
-        "Processor time of the worker process, median and range over the repeats, on a double of SGLang's engine that"
-        " is the same for all and costs all the same. *Bare* pushes each chunk of the double and does nothing else: the"
-        " cost of the double and of the runtime's messages, which is in the others too. *Ratio* is Baton by the"
-        " reference's way: the median of the repeats' ratios, and their range.",
+        "CPU time of the worker process, median and range over the repeats. All systems serve the same double of"
+        " SGLang's engine. *Reference* serves it in the way of Dynamo's Python handlers. *Bare* pushes each chunk of"
+        " the double and does nothing else: the cost of the double and of the runtime's messages, which the others"
+        " include. *Ratio* is Baton divided by reference: the median of the repeats' ratios, and their range.",
         "",
     ]
     if results.source_changed:
         lines += ["**The source changed during this run. Run it again.**", ""]
     for title, pace_ms, tokens, value in (
-        (f"Microseconds a token, one every {PACED_MS:g} ms", PACED_MS, TOKENS, per_token),
-        ("Microseconds a token, as fast as they come", 0.0, TOKENS, per_token),
-        ("Microseconds a request of one token", 0.0, 1, per_request),
+        (f"Microseconds per token, one every {PACED_MS:g} ms", PACED_MS, TOKENS, per_token),
+        ("Microseconds per token, unpaced", 0.0, TOKENS, per_token),
+        ("Microseconds per request of one token", 0.0, 1, per_request),
     ):
         cells = [c for c in results.cells if c.pace_ms == pace_ms and c.tokens_per_request == tokens and c.valid]
         lines += [f"## {title}", "", "| streams | Baton | reference | ratio | bare |", "|---|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""`python -m bench.path`: what the way of a token costs, for Baton and its peers in the same run.
+"""`python -m bench.path`: cost of the request path, for Baton and its peers in the same run.
 
 Every repeat starts each system afresh and takes the cells of the matrix in turn, one system after the
 other, so that what else happens on the machine touches all of them alike. Speed is reported, never judged.
@@ -70,7 +70,7 @@ QUICK = Plan(flat_streams=(1, 8), paced_streams=(8,), stall_streams=4, idle_stre
 
 
 def load_spec(plan: Plan, system: RunningSystem, streams: int, paced_requests: int = 1) -> LoadSpec:
-    """Flat out, each connection sends what fits in a set time; paced, it sends a set number of requests."""
+    """Unpaced, each connection sends what fits in a set time; paced, it sends a set number of requests."""
     paced = system.pace_ms > 0
     return LoadSpec(
         port=system.port,
@@ -111,7 +111,7 @@ def run_matrix(
 
 
 def run_stall(plan: Plan, systems: Sequence[RunningSystem], repeat: int) -> Iterator[Cell]:
-    """Only flat out: a paced server takes minutes to write what fills the buffers of a client."""
+    """Only unpaced: a paced server takes minutes to write what fills the buffers of a client."""
     for system in systems:
         spec = load_spec(plan, system, plan.stall_streams)
         yield measure(system, spec, "undisturbed", repeat)
@@ -253,7 +253,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
     parser.add_argument("--model-dir", type=Path, help="tokenizer and config for the reference worker")
     parser.add_argument("--peers-catch-up", action="store_true", help="peers pace by the clock, as Baton does")
-    parser.add_argument("--profile", action="store_true", help="only profile Baton's worker, flat out")
+    parser.add_argument("--profile", action="store_true", help="only profile Baton's worker, unpaced")
     return parser.parse_args(arguments)
 
 

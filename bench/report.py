@@ -122,16 +122,17 @@ def heading(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     peers = "so do the peers" if results.peers_catch_up else "the peers sleep before each, so delays add up"
     return (
-        "# The way of a token, measured\n\n"
+        "# Cost of the request path\n\n"
         f"`{results.command}`, {results.date}, commit {results.commit or 'unknown'}. "
         f"{machine.cores} cores of {machine.cpu}, Python {machine.python}, {versions}.\n\n"
         "Streamed chat completions over loopback; client, frontend and worker share the cores. "
-        "Each value is the median of the repeats, with the least and the most in brackets. "
-        "A gap is the time between two events of a stream. More than one token an event means that a system "
-        "merged tokens, which makes each cheaper: tokens/s of two systems compare only at the same tokens/event, "
-        "and events/s and CPU/event tell the rest. `baton-eager` is Baton made to send each token in an event "
-        "of its own, like the peers (`flush_interval_ms` 0, `echo.burst` 1). Baton's echo engine "
-        f"paces by the clock and makes up for late tokens; {peers}."
+        "Each value is the median of the repeats, with minimum and maximum in brackets. "
+        "A gap is the time between two events of a stream. More than one token per event means that a system "
+        "merged tokens, which makes each cheaper: compare tokens/s of two systems only at the same tokens/event; "
+        "otherwise see events/s and CPU/event. `baton-eager` is Baton with one event per token, like the peers "
+        "(`flush_interval_ms` 0, `echo.burst` 1). `reference` is the same runtime with a pull handler that yields "
+        "one dict per token. Baton's echo engine "
+        f"paces by the clock and catches up after late tokens; {peers}."
     )
 
 
@@ -146,7 +147,7 @@ def pace_section(cells: Sequence[Cell], pace_ms: float) -> list[str]:
 
 
 def pace_name(pace_ms: float) -> str:
-    return f"Paced at {pace_ms:g} ms a token" if pace_ms else "Flat out"
+    return f"Paced at {pace_ms:g} ms per token" if pace_ms else "Unpaced"
 
 
 def cell_rows(cells: Sequence[Cell], measures: dict[str, Measure]) -> Rows:
@@ -196,7 +197,7 @@ def stall_section(cells: Sequence[Cell]) -> list[str]:
         unread = summary(by_kind[1], lambda cell: cell.load.stalled_unread_bytes / 1024)
         rows.append([f"{streams:,}", system, *found, f"{full} of {len(by_kind[1])}", unread])
     return [
-        "## One more client that never reads, flat out",
+        "## One more client that never reads, unpaced",
         table([*header, "runs with its buffers full", "unread KiB"], rows),
     ]
 

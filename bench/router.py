@@ -33,9 +33,10 @@ from baton.config.runtime import RuntimeOptions
 from baton.errors import BatonError
 from baton.ports.runtime import Client, Context, Runtime, Wire
 from baton.router.grid import Axis, Grid
-from baton.router.plan import Aggregated, Part, Plan, Pool, Retry
-from baton.router.pools import PartRoutes, PoolState
-from baton.router.request_view import read_ask
+from baton.router.plan import Aggregated, Plan, Pool, Retry, RolePlan
+from baton.router.pools import PoolState
+from baton.router.request_view import view_request
+from baton.router.routing_table import RoleRouter
 from baton.router.select import select_pool
 from baton.runtimes.dynamo.environment import environment
 from baton.testing import eventually
@@ -219,14 +220,14 @@ async def measure_memory(system: System, repeat: int) -> Memory:
 
 def measure_selection(pools: int, repeat: int, calls: int = 20_000) -> Selection:
     """Time the choice alone: every pool has a worker, and any pool may be tried after any other."""
-    routes = selection_routes(pools)
-    ask = read_ask(stamped_request(1, 0.0, prompt=LONGEST // 2))
+    router = selection_router(pools)
+    view = view_request(stamped_request(1, 0.0, prompt=LONGEST // 2))
 
     def choose_pool() -> None:
-        select_pool(routes.part, ask.point, ask.priority)
+        select_pool(router.role_plan, view.point, view.priority)
 
     def choose_route() -> None:
-        routes.route(ask).next()
+        router.route(view).next()
 
     select_ns, route_ns = (nanoseconds(choose, calls) for choose in (choose_pool, choose_route))
     return Selection(pools=pools, repeat=repeat, select_ns=select_ns, route_ns=route_ns)
@@ -237,19 +238,19 @@ def nanoseconds(call: Callable[[], None], calls: int) -> float:
     return 1e9 * min(Timer(call).repeat(5, calls)) / calls
 
 
-def selection_routes(pools: int) -> PartRoutes:
+def selection_router(pools: int) -> RoleRouter:
     axes = (Axis("length", 0, LONGEST, pools), Axis("ttft_ms", 0, 1000, 4))
     plan = Plan(
         mode=Aggregated(
-            Part(
+            RolePlan(
                 pools=tuple(Pool(name=f"pool{n}", path=f"pool{n}.backend.generate", priority=n) for n in range(pools)),
                 grid=Grid(axes, tuple(n for n in range(pools) for _ in range(4))),
             )
         ),
         retry=Retry(faster=True, others=True),
     )
-    states = [PoolState(pool, Staffed(), time.monotonic) for pool in plan.parts["aggregated"].pools]
-    return PartRoutes("aggregated", plan, states)
+    states = [PoolState(pool, Staffed(), time.monotonic) for pool in plan.roles["aggregated"].pools]
+    return RoleRouter("aggregated", plan, states)
 
 
 class Staffed:

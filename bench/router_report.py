@@ -15,7 +15,7 @@ POOLS = {OURS: 4, THEIRS: 4, MANY: 32}
 TITLES = {
     DIRECT: "no router",
     OURS: f"Baton, {POOLS[OURS]} pools",
-    THEIRS: f"the reference's way, {POOLS[THEIRS]} pools",
+    THEIRS: f"Dynamo's way, {POOLS[THEIRS]} pools",
     MANY: f"Baton, {POOLS[MANY]} pools",
 }
 PACE_MS = 20.0
@@ -86,12 +86,13 @@ def to_markdown(results: RouterResults) -> str:
 
 def _head(results: RouterResults) -> Iterator[str]:
     foreign = [cell.foreign_cores for cell in results.cells] or [0.0]
-    yield "# What a router adds"
+    yield "# Cost of the global router"
     yield ""
     yield f"`{results.command}`, {results.date[:10]}, {results.machine.cores} cores, {results.machine.cpu}."
     yield (
-        "A client, one worker and the router between them, each a process of its own on the same cores, and the same"
-        " for all. Median and range over the repeats; a difference is taken within a repeat. Other programs kept"
+        "A client, one worker and the router between them, each in its own process on the same cores. *Dynamo's way* is"
+        " a router that forwards as Dynamo's does. Median and range over the repeats; differences are taken within a"
+        " repeat. Other programs kept"
         f" {median(foreign):.1f} cores busy (at most {max(foreign):.1f})."
     )
     yield ""
@@ -101,7 +102,7 @@ def _head(results: RouterResults) -> Iterator[str]:
 
 
 def _selections(results: RouterResults) -> Iterator[str]:
-    yield "## Choosing a pool, nanoseconds"
+    yield "## Selecting a pool, nanoseconds"
     yield ""
     yield "| pools | by the grid alone | with retries: the pool to try first |"
     yield "|---|---|---|"

@@ -1,4 +1,4 @@
-"""Measures how fast KV moves between two processes of this host, way by way, next to memcpy of as many bytes.
+"""Measures how fast KV moves between two processes of this host by each transport, next to memcpy of as many bytes.
 
 The ways take turns within each repeat, so that a noisy moment harms them alike. Blocks are shaped like SmolLM2-135M's:
 60 planes with 6,144 bytes of each block, and for the smallest size with 1,024.
@@ -50,7 +50,7 @@ TICKET = Ticket(host="127.0.0.1", port=0, room=1, secret=b"bench")
 
 
 class TransferCell(msgspec.Struct, frozen=True, kw_only=True):
-    """One way, size and pattern: the seconds of each repeat."""
+    """One transport, size and pattern: the seconds of each repeat."""
 
     transport: str
     pattern: str
@@ -206,7 +206,7 @@ class Bench:
         return await self.reaches[transport].connect(self.ticket, self.told.memory, self.told.details[transport])
 
     async def measure(self, count: int, pattern: str, repeats: int) -> list[TransferCell]:
-        """Every way in turn: once to warm up, with a look at the bytes, then `repeats` times."""
+        """Every transport in turn: once to warm up, with a look at the bytes, then `repeats` times."""
         nbytes = count * PLANES * self.told.memory.block_bytes
         theirs, places = block_lists(self.told.memory.blocks, count, pattern)
         seconds: dict[str, list[float]] = {}
@@ -296,7 +296,7 @@ def to_table(results: TransferResults) -> str:
         ratio = median(base.seconds) / median(cell.seconds)
         micros = f"{median(cell.seconds) * 1e6:,.0f}"
         rows.append([f"{cell.nbytes / 1024:,.0f}", cell.pattern, cell.transport, spread, micros, f"{ratio:.2f}x"])
-    return table(["KiB", "blocks", "way", "GB/s", "us", "of memcpy"], rows)
+    return table(["KiB", "blocks", "transport", "GB/s", "us", "of memcpy"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -46,7 +46,7 @@ class SglangOnDouble:
 
     async def start(self) -> EngineInfo:
         self._double = Double(self._pace_s)
-        setting = Setting(dialect=Dialect(version="0.5.23"), part="whole")
+        setting = Setting(dialect=Dialect(version="0.5.23"))
         self._requests = Requests(self._double.tokenizer_manager, Request, setting)  # type: ignore[arg-type]
         return EngineInfo(
             model_name="echo",

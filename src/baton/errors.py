@@ -1,7 +1,7 @@
-"""The one exception tree. Adapters translate into it at the call; a runtime turns it into its own words at the edge.
+"""The exception tree of Baton. Engine adapters translate library errors into it; a runtime encodes it for the wire.
 
-Each error says whom it harms (`scope`), whether another worker could do better (`retryable`) and the HTTP status
-that a client sees. Only `worker.py` may end the process, and only for scope "worker".
+Each class defines its `scope` (the request or the whole worker), `retryable` (another worker may succeed) and the HTTP
+`status` that a client receives. Only the worker process may exit, and only for scope "worker".
 """
 
 from typing import ClassVar, Literal
@@ -10,7 +10,7 @@ Scope = Literal["request", "worker"]
 
 
 class BatonError(Exception):
-    """Anything that Baton raises on purpose. The message is written for the person who will read it."""
+    """Base class of all errors. The message is written for clients and operators."""
 
     code: ClassVar[str] = "internal"
     scope: ClassVar[Scope] = "request"
@@ -23,54 +23,54 @@ class BatonError(Exception):
 
 
 class InvalidRequest(BatonError):
-    """The request is wrong and will be wrong everywhere; the message names the field."""
+    """The request is invalid on every worker. The message names the field."""
 
     code = "invalid_request"
     status = 400
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt, or the prompt with the tokens asked for, is longer than the model's context."""
+    """The prompt, or the prompt plus `max_tokens`, exceeds the context length of the model."""
 
     code = "context_too_long"
 
 
 class Unsupported(InvalidRequest):
-    """The request asks for something that this engine cannot do."""
+    """The request uses a feature that this engine does not support."""
 
     code = "unsupported"
 
 
 class Conflict(InvalidRequest):
-    """What is asked contradicts what holds now, and can be right later; nothing has changed."""
+    """The request conflicts with the current state and may succeed later. The state is unchanged."""
 
     code = "conflict"
     status = 409
 
 
 class Cancelled(BatonError):
-    """The client left or asked to stop."""
+    """The client disconnected or cancelled the request."""
 
     code = "cancelled"
     status = 499
 
 
 class DeadlineExceeded(BatonError):
-    """The request ran longer than its deadline."""
+    """The request exceeded its deadline."""
 
     code = "deadline_exceeded"
     status = 503
 
 
 class ReaderStalled(BatonError):
-    """The client is connected but has not read for too long."""
+    """The client is connected but has not read its stream within `reader_stall_timeout_s`."""
 
     code = "reader_stalled"
     status = 408
 
 
 class Overloaded(BatonError):
-    """This worker has as many requests as it accepts."""
+    """The worker is at its limit of concurrent requests."""
 
     code = "overloaded"
     status = 503
@@ -78,7 +78,7 @@ class Overloaded(BatonError):
 
 
 class Paused(BatonError):
-    """This worker does not accept requests for now, and will again."""
+    """The worker is paused and temporarily accepts no requests."""
 
     code = "paused"
     status = 503
@@ -86,7 +86,7 @@ class Paused(BatonError):
 
 
 class Draining(BatonError):
-    """This worker is leaving; the request belongs to another."""
+    """The worker is shutting down and accepts no requests."""
 
     code = "draining"
     status = 503
@@ -94,7 +94,7 @@ class Draining(BatonError):
 
 
 class PeerLost(BatonError):
-    """A worker that this request depends on is gone, or has lost what it held for it."""
+    """Another worker that holds data for this request (KV, encoded media) is gone or has lost it."""
 
     code = "peer_lost"
     status = 503
@@ -102,14 +102,14 @@ class PeerLost(BatonError):
 
 
 class EngineFailed(BatonError):
-    """The engine failed this one request and goes on serving others."""
+    """The engine failed this request and continues to serve others."""
 
     code = "engine_failed"
     status = 500
 
 
 class EngineStalled(BatonError):
-    """The engine has work and makes no progress; the worker leaves and restarts."""
+    """The engine has work and makes no progress. The worker deregisters and restarts."""
 
     code = "engine_stalled"
     scope = "worker"
@@ -118,7 +118,7 @@ class EngineStalled(BatonError):
 
 
 class EngineDead(BatonError):
-    """The engine cannot serve any more; the worker leaves and restarts."""
+    """The engine can no longer serve. The worker deregisters and restarts."""
 
     code = "engine_dead"
     scope = "worker"
@@ -127,7 +127,7 @@ class EngineDead(BatonError):
 
 
 class ConfigError(BatonError):
-    """Something the person who started Baton must change. The command prints the message and exits with 2."""
+    """A setting, a file or the model is wrong. The command prints the message and exits with code 2."""
 
     code = "config"
     scope = "worker"

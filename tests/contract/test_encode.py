@@ -87,7 +87,7 @@ def work(params: dict[str, object] | None, tokens: int = 12, handoff: Any = None
     )
 
 
-async def tokens_of(made: Engine, asked: Work) -> list[int]:
+async def tokens_of(made: GenerateEngine, asked: Work) -> list[int]:
     return (await read_to_the_end(made.submit(asked))).tokens[0]
 
 

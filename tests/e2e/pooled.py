@@ -71,13 +71,13 @@ class Pooled(Serve):
             lambda: next((child for child in self.children() if "router" in child.cmdline()), None), what="the router"
         )
 
-    def decisions(self, part: str) -> dict[str, int]:
-        """Return how many requests have been sent to each pool of a part."""
+    def decisions(self, role: str) -> dict[str, int]:
+        """Return how many requests have been sent to each pool of a role."""
         counts: dict[str, int] = {}
         _, text = self.system("/metrics", ROUTER)
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name == "baton_router_decisions_total" and sample.labels["part"] == part:
+                if sample.name == "baton_router_decisions_total" and sample.labels["role"] == role:
                     counts[sample.labels["pool"]] = counts.get(sample.labels["pool"], 0) + int(sample.value)
         return counts
 

@@ -96,7 +96,7 @@ def test_an_encode_worker_is_not_a_model_of_its_own(seeing: Seeing) -> None:
 
 def test_one_command_serves_images_with_an_encode_worker(start: Callable[..., Serve]) -> None:
     serve = start(Serve, "--encode", "1", "--echo-media", encoders=1)
-    assert "with 1 worker and 1 to encode" in serve.process.output.read_text()
+    assert "with 1 worker and 1 encode worker" in serve.process.output.read_text()
     eventually(lambda: ask(serve, picture(8, 8))[0] == 200 and encoded(serve) > 0, what="the encode worker is called")
     eventually(lambda: not Reading(serve, ENCODES).held, what="nothing is left")
     serve.stop()

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from baton.router.files import read_blueprint
 from baton.router.grid import Point
-from baton.router.plan import Part
-from baton.router.request_view import Ask
+from baton.router.plan import RolePlan
+from baton.router.request_view import RequestView
 from baton.router.select import select_pool
+from baton.router.topology_file import read_topology
 from tests.e2e.harness import assert_unbroken, eventually
 from tests.e2e.pooled import ROUTER, Pooled
 
@@ -56,12 +56,12 @@ def echo(start_shared: Callable[..., Pooled]) -> Iterator[Pooled]:
     pooled.stop()
 
 
-def expected(part: Part, ask: Ask) -> str:
-    return part.pools[select_pool(part, ask.point, ask.priority).pool].name
+def expected(plan: RolePlan, request: RequestView) -> str:
+    return plan.pools[select_pool(plan, request.point, request.priority).pool].name
 
 
 def test_a_thousand_mixed_requests_land_where_the_rules_say(echo: Pooled) -> None:
-    part = read_blueprint(echo.file, "baton").plan.parts["aggregated"]
+    plan = read_topology(echo.file, "baton").plan.roles["aggregated"]
     before = echo.decisions("aggregated")
     draw = random.Random(7)
     wanted: dict[str, int] = {}
@@ -73,7 +73,7 @@ def test_a_thousand_mixed_requests_land_where_the_rules_say(echo: Pooled) -> Non
         targets = {"ttft_target": ttft, "itl_target": itl}
         router = {name: value for name, value in targets.items() if value is not None}
         point = Point(length=length, context=length + tokens, ttft_ms=ttft, itl_ms=itl)
-        pool = expected(part, Ask(point, priority))
+        pool = expected(plan, RequestView(point, priority))
         wanted[pool] = wanted.get(pool, 0) + 1
         hints = {"agent_hints": {"priority": priority}} if priority is not None else {}
         return chat("x" * length, tokens, extra_body={"nvext": {"router": router, **hints}})
@@ -132,7 +132,7 @@ def test_d31_one_trace_goes_through_every_hop(start: Callable[..., Pooled]) -> N
     eventually(lambda: len(lines("router")) == 1, what="the line of the router")
     eventually(lambda: len(lines("near-0") + lines("far-0")) == 1, what="the line of the worker")
     assert " aggregated completed " in lines("router")[0]
-    assert "goes to" in pooled.log_of("router")
+    assert "routed to pool" in pooled.log_of("router")
     pooled.stop()
 
 
@@ -238,8 +238,8 @@ def test_bad_targets_are_refused_with_their_names(echo: Pooled) -> None:
 
 def test_an_example_is_shipped_and_is_valid() -> None:
     file = Path(__file__).parents[2] / "examples" / "two-pools.yaml"
-    blueprint = read_blueprint(file, "baton")
-    assert [(group.part, group.pool, group.count) for group in blueprint.groups] == [
+    topology = read_topology(file, "baton")
+    assert [(group.role, group.pool, group.count) for group in topology.groups] == [
         ("prefill", "quick", 1),
         ("prefill", "bulk", 1),
         ("decode", "few", 1),

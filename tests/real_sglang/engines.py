@@ -7,12 +7,12 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from baton.config.engines import SglangOptions
 from baton.engine_kit.output_stream import OutputStream
-from baton.engines.sglang.adapter import SglangEngine
-from baton.engines.sglang.mode_flags import Part
+from baton.engines.sglang.adapter import SglangEmbedder, SglangEngine
+from baton.engines.sglang.launch_mode import LaunchMode
 from baton.ports.engine import EngineInfo, Work
 from baton.protocol.events import KvEvent, LoadSnapshot
 from baton.protocol.ids import RequestId
@@ -20,8 +20,8 @@ from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session
 
 T = TypeVar("T")
+Mode = Literal["null", "prefill", "decode"]
 
-START_S = 120.0
 CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--cuda-graph-backend-decode", "disabled", "--sleep-on-idle"),
@@ -35,9 +35,11 @@ class TestedEngine(SglangEngine):
 
     __test__ = False
 
-    def __init__(self, model: Path, part: Part = "whole", *more: str, **options: Any) -> None:
-        chosen = SglangOptions(**({"metrics": False, "start_timeout_s": START_S} | options))
-        super().__init__(chosen, (*CPU, *more), model, "tiny", part)
+    def __init__(
+        self, model: Path, mode: Literal["null", "prefill", "decode"] = "null", *more: str, **options: Any
+    ) -> None:
+        chosen = SglangOptions(**({"metrics": False} | options))
+        super().__init__(chosen, (*CPU, *more), model, "tiny", LaunchMode(mode))
         self.given: list[RequestId] = []
         self.is_stopped = False
 
@@ -46,6 +48,21 @@ class TestedEngine(SglangEngine):
         stream = super().submit(work)
         self.given.append(work.request_id)
         return stream
+
+    async def stop(self) -> None:
+        """Stop, and remember that."""
+        self.is_stopped = True
+        await super().stop()
+
+
+class TestedEmbedder(SglangEmbedder):
+    """An embedder that remembers whether it was stopped."""
+
+    __test__ = False
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(SglangOptions(metrics=False), CPU, model, "tiny")
+        self.is_stopped = False
 
     async def stop(self) -> None:
         """Stop, and remember that."""
@@ -93,11 +110,13 @@ class Bench:
         if session is None:
             return
         engine = session.engine
-        assert isinstance(engine, TestedEngine)
+        assert isinstance(engine, TestedEngine | TestedEmbedder)
         if engine.is_stopped:
             self._session = None
             assert self._listening is not None
             await self._listening
+            return
+        if isinstance(engine, TestedEmbedder):
             return
         given, engine.given = engine.given, []
         await asyncio.gather(*(engine.abort(request_id) for request_id in given))

@@ -1,6 +1,6 @@
 """One engine in a process of its own, for tests that need a second one: a process can have only one SGLang.
 
-Usage: peer.py MODEL PART [SGLANG ARGUMENT]... It reads orders from its input, one JSON object a line, and answers so.
+Usage: peer.py MODEL MODE [SGLANG ARGUMENT]... It reads commands as JSON, one a line, and answers so.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ def say(**answer: object) -> None:
 
 def handoff_of(order: dict[str, Any]) -> Handoff | None:
     """Return what an order says of the other side."""
-    if order["do"] == "trial":
+    if order["do"] == "probe":
         return LocalProbe()
     if order["do"] == "generate":
         return None
@@ -54,8 +54,8 @@ async def generate(engine: TestedEngine, order: dict[str, Any]) -> None:
     say(id=order["id"], tokens=tokens, problem=problem)
 
 
-async def main(model: str, part: Any, *args: str) -> None:
-    engine = TestedEngine(Path(model), part, *args)
+async def main(model: str, mode: Any, *args: str) -> None:
+    engine = TestedEngine(Path(model), mode, *args)
     try:
         info = await engine.start()
         say(host=info.handoff_host, port=info.handoff_port)

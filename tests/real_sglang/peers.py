@@ -23,11 +23,11 @@ class Peer:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, model: Path, part: str, *args: str) -> "Peer":
+    async def start(cls, model: Path, mode: str, *args: str) -> "Peer":
         """Start one and wait until its engine runs."""
         peer = cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, str(PEER), str(model), part, *args),
+                *(sys.executable, str(PEER), str(model), mode, *args),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=os.environ | {"PYTHONPATH": str(PEER.parent)},

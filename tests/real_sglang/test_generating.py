@@ -33,7 +33,7 @@ def bench() -> Iterator[Bench]:
 
 @pytest.fixture
 def engine(bench: Bench, tiny: Path) -> "Engines":
-    return Engines(bench, lambda: TestedEngine(tiny, "whole", "--enable-priority-scheduling"))
+    return Engines(bench, lambda: TestedEngine(tiny, "null", "--enable-priority-scheduling"))
 
 
 class Engines:

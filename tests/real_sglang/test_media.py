@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_generating import answer_of, work
 
 from baton.errors import InvalidRequest
 from baton.protocol.media import MediaEmbedding, MediaFile
 from tests.real_sglang.engines import Bench, TestedEngine
+from tests.real_sglang.test_generating import answer_of, work
 
 BEGIN, END, IMAGE, VIDEO = 260, 261, 262, 263
 HIDDEN = 64

@@ -151,7 +151,7 @@ def test_a_follower_whose_processes_die_as_it_starts_is_started_again(
     async def body() -> None:
         meeting = f"127.0.0.1:{free_ports(PORTS)}"
         engine = TestedEngine(
-            tiny, "whole", "--tp-size", "2", "--nnodes", "2", "--node-rank", "1", "--dist-init-addr", meeting
+            tiny, "null", "--tp-size", "2", "--nnodes", "2", "--node-rank", "1", "--dist-init-addr", meeting
         )
         files = set(tiny.parent.iterdir())
         with pytest.raises(EngineDead):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_generating import answer_of, work
 
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session, read_to_the_end
 from tests.real_sglang.engines import Bench, TestedEngine
 from tests.real_sglang.peers import Peer
+from tests.real_sglang.test_generating import answer_of, work
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_nothing_is_left_after_a_stop(
 
 def test_nothing_is_left_of_a_killed_worker(bench: Bench, tiny: Path) -> None:
     async def body() -> None:
-        peer = await Peer.start(tiny, "whole")
+        peer = await Peer.start(tiny, "null")
         family = peer.family()
         assert len(family) >= 3
         os.kill(peer.process.pid, signal.SIGKILL)
@@ -154,7 +154,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_starts(
     tiny: Path, args: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        TestedEngine(tiny, "whole", *args)
+        TestedEngine(tiny, "null", *args)
 
 
 def test_a_port_that_is_in_use_is_said_so(bench: Bench, tiny: Path) -> None:

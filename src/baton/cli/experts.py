@@ -1,4 +1,4 @@
-"""`baton experts`: plan where experts go, from what a worker recorded."""
+"""`baton experts`: plan an expert layout from the recorder dump of a worker."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from baton.errors import ConfigError
-from baton.experts.files import check_target, read_counts, write_layout
+from baton.experts.files import check_suffix, read_counts, write_layout
 from baton.experts.placement import Algorithm, Balance, Shape, check, measure, plan, resolve, trivial
 
 EXIT_CONFIG = 2
@@ -15,31 +15,31 @@ _COUNT = click.IntRange(min=1)
 
 @click.group()
 def experts() -> None:
-    """Spread the experts of a mixture model evenly over ranks."""
+    """Balance the experts of a mixture-of-experts model over ranks."""
 
 
 @experts.command("plan")
 @click.argument("dump", type=click.Path(path_type=Path))
 @click.option("--ranks", type=_COUNT, required=True, help="expert-parallel ranks of the worker (SGLang's --ep-size)")
-@click.option("--nodes", type=_COUNT, default=1, show_default=True, help="machines that the ranks are on")
+@click.option("--nodes", type=_COUNT, default=1, show_default=True, help="number of nodes with these ranks")
 @click.option("--redundant", type=click.IntRange(min=0), default=0, show_default=True, help="extra copies of experts")
-@click.option("--groups", type=_COUNT, help="groups that the router picks experts by (n_group in the model's config)")
+@click.option("--groups", type=_COUNT, help="expert groups of the model (n_group in its config.json)")
 @click.option(
     "--algorithm",
     type=click.Choice(["auto", "global", "hierarchical"]),
     default="auto",
     show_default=True,
-    help="hierarchical keeps a group of experts on one node; auto does, where nodes divide the groups",
+    help="hierarchical keeps each expert group on one node; auto does so if the nodes divide the groups",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="file to write the layout to: .json or .pt")
+@click.option("--out", type=click.Path(path_type=Path), help="output file of the layout: .json or .pt")
 def plan_command(
     dump: Path, ranks: int, nodes: int, redundant: int, groups: int | None, algorithm: Algorithm, out: Path | None
 ) -> None:
-    """Plan a layout from DUMP, what a recorder wrote in mode stat: .pt or .json with logical_count."""
+    """Plan a layout from DUMP, the file of a recorder in mode stat: .pt or .json with logical_count."""
     try:
         if out is not None:
-            check_target(out)
-            _keep_apart(dump, out)
+            check_suffix(out)
+            _refuse_same_file(dump, out)
         counts = read_counts(dump)
         shape = Shape(experts=len(counts[0]), redundant=redundant, ranks=ranks, nodes=nodes, groups=groups or 0)
         check(shape, algorithm)
@@ -56,16 +56,16 @@ def plan_command(
         sys.exit(EXIT_CONFIG)
 
 
-def _keep_apart(dump: Path, out: Path) -> None:
+def _refuse_same_file(dump: Path, out: Path) -> None:
     if out.exists() and dump.exists() and out.samefile(dump):
-        raise ConfigError(f"{out} is the dump itself: name another file for the layout")
+        raise ConfigError(f"{out} is the dump itself: choose another file for the layout")
 
 
 def _summary(layers: int, used: int, shape: Shape, algorithm: str) -> str:
     nodes = f" of {shape.nodes} nodes" if shape.nodes > 1 else ""
-    silent = f", {layers - used} of them without load" if used < layers else ""
+    idle = f", {layers - used} of them without load" if used < layers else ""
     return (
-        f"{layers} layers{silent}; {shape.experts} experts and {shape.redundant} redundant on"
+        f"{layers} layers{idle}; {shape.experts} experts and {shape.redundant} redundant on"
         f" {shape.ranks} ranks{nodes}, {shape.size} slots each; {algorithm}\n\n"
     )
 
@@ -86,7 +86,7 @@ def _table(before: Balance, after: Balance) -> str:
 
 def _next_step(out: Path | None, redundant: int) -> str:
     if out is None:
-        return "\nNothing was written; name a file with --out FILE to use this layout."
+        return "\nThe layout was not written; use --out FILE to write it."
     copies = f" --experts-redundant {redundant}" if redundant else ""
     return (
         f"\nWrote {out}. Start the worker with it:\n\n"

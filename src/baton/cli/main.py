@@ -12,7 +12,7 @@ from baton.cli.ctl import ctl
 from baton.cli.experts import experts
 from baton.cli.router import router
 from baton.config.directories import log_directory
-from baton.config.load import WORDS, Option, load, options
+from baton.config.load import ENGINE_ARGS, Option, load, options
 from baton.config.settings import Settings
 from baton.errors import BatonError, ConfigError
 from baton.process.logs import start_logging
@@ -40,7 +40,7 @@ def _serve(settings: Settings) -> int:
 
 def _announce(model: str, settings: Settings) -> None:
     from baton.engines.registry import embeds
-    from baton.topology.layout import describe, joining
+    from baton.topology.process_specs import add_worker_command, describe_workers
 
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{settings.port}"
@@ -50,10 +50,10 @@ def _announce(model: str, settings: Settings) -> None:
         path = "chat/completions"
         body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
     logs = log_directory(settings) or "standard error"
-    click.echo(f"Serving {model} on {address} with {describe(settings)}  (logs: {logs})\n\nTry it:\n")
+    click.echo(f"Serving {model} on {address} with {describe_workers(settings)}  (logs: {logs})\n\nTry it:\n")
     click.echo(f"  curl {address}/v1/{path} -H 'Content-Type: application/json' -d '{body}'\n")
     if settings.prefill:
-        click.echo(f"Add a worker while it serves:\n\n  {joining(settings)}\n")
+        click.echo(f"Add a worker while it serves:\n\n  {add_worker_command(settings)}\n")
     sys.stdout.flush()
 
 
@@ -113,7 +113,7 @@ def _add(name: str, summary: str, command: Command, starts_engines: bool = True)
 
 def _command(name: str, kind: str, summary: str, command: Command, starts_engines: bool) -> click.Command:
     """Return a command with the options of processes of `kind`."""
-    table = [option for option in options() if kind in option.commands and option.kind != WORDS]
+    table = [option for option in options() if kind in option.commands and option.kind != ENGINE_ARGS]
     keys = {option.key.replace(".", "_"): option.key for option in table}
 
     @click.pass_obj

@@ -1,4 +1,4 @@
-"""`baton router check`: see what a global router would do, before it does."""
+"""`baton router check`: validate a topology file and show which pool each request goes to."""
 
 import math
 import sys
@@ -8,9 +8,9 @@ import click
 
 from baton.config.settings import Settings
 from baton.errors import ConfigError
-from baton.router.explain import Request, explain
-from baton.router.files import Blueprint, read_blueprint
-from baton.router.render_grid import draw_part
+from baton.router.plan import Plan
+from baton.router.render import ExampleRequest, render_decision, render_role
+from baton.router.topology_file import TopologyFile, read_topology
 
 EXIT_CONFIG = 2
 _TOKENS = click.IntRange(0, 10**12)
@@ -18,28 +18,38 @@ _TOKENS = click.IntRange(0, 10**12)
 
 def _milliseconds(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
     if value is not None and not 0 <= value < math.inf:
-        raise click.BadParameter(f"{value:g} is not a time of 0 or more")
+        raise click.BadParameter(f"{value:g} must be 0 or more, and finite")
     return value
 
 
 @click.group()
 def router() -> None:
-    """Send each request to the pool of workers that can meet its targets."""
+    """Route each request to the pool of workers that can meet its latency targets."""
 
 
 @router.command("check")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--isl", type=_TOKENS, help="tokens of a request's prompt")
-@click.option("--osl", type=_TOKENS, help="tokens that the request may generate")
-@click.option("--ttft-ms", type=float, callback=_milliseconds, help="its target for the time to the first token")
-@click.option("--itl-ms", type=float, callback=_milliseconds, help="its target for the time between tokens")
+@click.option("--isl", type=_TOKENS, help="prompt tokens of an example request")
+@click.option("--osl", type=_TOKENS, help="output tokens that the request allows")
+@click.option(
+    "--ttft-ms",
+    type=float,
+    callback=_milliseconds,
+    help="its target for the time to first token",
+)
+@click.option(
+    "--itl-ms",
+    type=float,
+    callback=_milliseconds,
+    help="its target for the time between tokens",
+)
 @click.option("--priority", type=int, help="its priority")
 @click.option(
     "--namespace",
     default=Settings().namespace,
     envvar="BATON_NAMESPACE",
     show_default=True,
-    help="the router's namespace, from which those of its pools are made",
+    help="namespace of the router; the default namespaces of its pools start with it",
 )
 def check_command(
     file: Path,
@@ -50,35 +60,40 @@ def check_command(
     priority: int | None,
     namespace: str,
 ) -> None:
-    """Check FILE and draw which requests go to which pool; with options of a request, explain where that one goes."""
+    """Validate FILE and show which requests go to which pool.
+
+    With options of a request, also explain where that request goes.
+    """
     try:
-        blueprint = read_blueprint(file, namespace)
+        topology = read_topology(file, namespace)
     except ConfigError as error:
         click.echo(f"baton: {error.message}", err=True)
         sys.exit(EXIT_CONFIG)
-    request = Request(isl=isl, osl=osl, ttft_ms=ttft_ms, itl_ms=itl_ms, priority=priority)
-    plan = blueprint.plan
-    if request == Request():
-        pictures = [draw_part(name, part) for name, part in plan.parts.items()]
+    request = ExampleRequest(isl=isl, osl=osl, ttft_ms=ttft_ms, itl_ms=itl_ms, priority=priority)
+    plan = topology.plan
+    if request == ExampleRequest():
+        sections = [render_role(role, role_plan) for role, role_plan in plan.roles.items()]
     else:
-        pictures = [explain(plan, name, request) for name in plan.parts]
-    click.echo("\n\n".join([*pictures, _summary(blueprint)]))
+        sections = [render_decision(plan, role, request) for role in plan.roles]
+    click.echo("\n\n".join([*sections, _summary(topology)]))
 
 
-def _summary(blueprint: Blueprint) -> str:
-    plan = blueprint.plan
-    axes = {axis.name for part in plan.parts.values() for axis in part.grid.axes}
-    targets = [
-        f"{name} is {'the middle of its axis' if default is None else f'{default:g}'}"
-        for name, default in (("ttft_ms", plan.ttft_ms), ("itl_ms", plan.itl_ms))
-        if name in axes or default is not None
-    ]
-    pools = ["faster pools"] * plan.retry.faster + ["other pools"] * plan.retry.others
-    workers = [f"{one.count} for {one.part} pool {one.pool}" for one in blueprint.groups]
+def _summary(topology: TopologyFile) -> str:
+    plan = topology.plan
+    retry = ["faster pools"] * plan.retry.faster + ["other pools"] * plan.retry.others
+    workers = [f"{group.count} for {group.role} pool {group.pool}" for group in topology.groups]
     rows = {
-        "without targets": ", ".join(targets) or "nothing changes",
-        "after a failure": " and then ".join(pools) or "no retry",
+        "default targets": ", ".join(_default_targets(plan)) or "none",
+        "retry in": ", then ".join(retry) or "no pool",
         "adaptive": "yes" if plan.adaptive else "no",
         "workers": ", ".join(workers) or "none are started from this file",
     }
     return "\n".join(f"{title:15}  {text}" for title, text in rows.items())
+
+
+def _default_targets(plan: Plan) -> list[str]:
+    """Return the targets of requests that set none, for each time axis of the plan."""
+    axes = {axis.name for role_plan in plan.roles.values() for axis in role_plan.grid.axes}
+    targets = {"ttft_ms": plan.ttft_ms, "itl_ms": plan.itl_ms}
+    texts = {name: "the middle of its axis" if value is None else f"{value:g}" for name, value in targets.items()}
+    return [f"{name} is {texts[name]}" for name, value in targets.items() if name in axes or value is not None]

@@ -15,13 +15,14 @@ from baton.config.settings import Settings
 from baton.errors import ConfigError
 
 PREFIX = "BATON_"
-WORDS = "tuple"
+ENGINE_ARGS = "tuple"
+"""The kind of the one option that has no flag of its own: arguments after `--`."""
 
 Tree = dict[str, object]
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting, with its name in every place."""
+    """One setting, with its YAML key, flag and variable."""
 
     path: tuple[str, ...]
     kind: str
@@ -32,19 +33,19 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Its place in the YAML file, sections joined by dots."""
+        """The key in the YAML file, sections joined by dots."""
         return ".".join(self.path)
 
     @property
     def flag(self) -> str:
-        """Its command-line flag; words for the engine come after everything else."""
-        if self.kind == WORDS:
-            return "-- WORDS"
+        """The command-line flag; engine arguments follow all others."""
+        if self.kind == ENGINE_ARGS:
+            return "-- ARGS"
         return "--" + "-".join(self.path).replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
+        """The environment variable."""
         return PREFIX + "_".join(self.path).upper()
 
 
@@ -66,19 +67,14 @@ def options() -> list[Option]:
 
 
 def load(flags: Mapping[str, object], variables: Mapping[str, str], file: Path | None) -> Settings:
-    """Return the settings. `flags` are by option key, None if not given. Raises ConfigError, naming the setting."""
+    """Return the settings. `flags` maps option keys to values, None if not given. Raises ConfigError for a setting."""
     tree: Tree = {}
     given = _read_file(file) if file is not None else {}
     topology = flags.get("topology") or variables.get(f"{PREFIX}TOPOLOGY") or given.get("topology")
     if topology:
         _merge(tree, _topology_settings(Path(str(topology))), f"settings of {topology}")
     _merge(tree, given, str(file))
-    known = {option.variable: option for option in options()}
-    for variable, text in sorted(variables.items()):
-        if variable.startswith(PREFIX):
-            if variable not in known:
-                raise ConfigError(f"unknown environment variable {variable}; see `baton serve --help` for all settings")
-            _put(tree, known[variable].path, _split(text) if known[variable].kind == WORDS else text)
+    _merge_variables(tree, variables)
     by_key = {option.key: option for option in options()}
     for key, value in flags.items():
         if value is not None:
@@ -86,8 +82,18 @@ def load(flags: Mapping[str, object], variables: Mapping[str, str], file: Path |
     return _convert(tree)
 
 
+def _merge_variables(tree: Tree, variables: Mapping[str, str]) -> None:
+    known = {option.variable: option for option in options()}
+    for variable, text in sorted(variables.items()):
+        if not variable.startswith(PREFIX):
+            continue
+        if variable not in known:
+            raise ConfigError(f"unknown environment variable {variable}; see `baton serve --help` for all settings")
+        _put(tree, known[variable].path, _split(text) if known[variable].kind == ENGINE_ARGS else text)
+
+
 def override(settings: Settings, content: Tree, source: str) -> Settings:
-    """Return `settings` with what `content`, laid out as a file of settings, says otherwise. Raises ConfigError."""
+    """Return `settings` with the values of `content`, which has the layout of a settings file. Raises ConfigError."""
     tree: Tree = msgspec.to_builtins(settings)
     _merge(tree, content, source)
     return _convert(tree)
@@ -103,25 +109,28 @@ def _convert(tree: Tree) -> Settings:
 
 
 def _refuse_contradictions(settings: Settings) -> None:
-    """Raise ConfigError for settings that are right one by one and not together."""
+    """Raise ConfigError for settings that are valid one by one and not together."""
+    _check_worker_counts(settings)
+    disaggregated = settings.prefill or settings.role in ("prefill", "decode", "encode")
+    if settings.model_input == "text" and disaggregated:
+        raise ConfigError(
+            "prefill, decode and encode workers take tokens only, because the frontend calls several of them with the"
+            " tokens of one prompt: drop --model-input text"
+        )
+
+
+def _check_worker_counts(settings: Settings) -> None:
     if bool(settings.prefill) != bool(settings.decode):
         missing = "--decode" if settings.prefill else "--prefill"
-        raise ConfigError(f"prefill and decode workers need each other: give {missing} too")
+        raise ConfigError(f"prefill and decode workers need each other: add {missing}")
     if settings.prefill and settings.workers != 1:
-        raise ConfigError(
-            "--workers starts workers that do both prefill and decode: drop it, or --prefill and --decode"
-        )
+        raise ConfigError("--workers starts aggregated workers: drop it, or --prefill and --decode")
     if settings.topology and (settings.prefill or settings.encode or settings.workers != 1):
-        raise ConfigError("--topology says which workers there are: drop --workers, --prefill, --decode and --encode")
-    if settings.model_input == "text" and (settings.prefill or settings.role in ("prefill", "decode", "encode")):
-        raise ConfigError(
-            "prefill, decode and encode workers take tokens only, for the frontend that calls one after the other must"
-            " know the prompt's tokens: drop --model-input text"
-        )
+        raise ConfigError("--topology defines the workers: drop --workers, --prefill, --decode and --encode")
 
 
 def _explain(problem: str) -> str:
-    """Return what is wrong with a value, with the names that its setting goes by."""
+    """Return the message for an invalid value, with the key, flag and variable of its setting."""
     what, _, place = problem.partition(" - at `$.")
     for option in options():
         if option.key == place.rstrip("`"):
@@ -130,13 +139,13 @@ def _explain(problem: str) -> str:
 
 
 def to_environment(settings: Settings) -> dict[str, str]:
-    """Return the variables that make another process load these settings."""
+    """Return the variables from which another process loads these settings."""
     values: dict[str, str] = {}
     for option in options():
         value: object = settings
         for name in option.path:
             value = getattr(value, name)
-        # Defaults too: the other process may inherit a variable that says otherwise.
+        # Defaults too, because the other process may inherit a variable with another value.
         if isinstance(value, tuple):
             value = shlex.join(value)
         values[option.variable] = str(value).lower() if isinstance(value, bool) else str(value)
@@ -149,25 +158,31 @@ def _walk(cls: type, path: tuple[str, ...], commands: tuple[str, ...]) -> Iterat
         hint = hints[field.name]
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
             yield from _walk(hint, (*path, field.name), _SECTION_COMMANDS[field.name])
-            continue
-        metas = [meta for meta in _metas(hint) if isinstance(meta, Meta)]
-        extras = [meta.extra for meta in metas if meta.extra]
-        bare = _bare(hint)
-        yield Option(
-            path=(*path, field.name),
-            kind="choice" if get_origin(bare) is Literal else getattr(get_origin(bare) or bare, "__name__", "str"),
-            choices=tuple(str(choice) for choice in get_args(bare)) if get_origin(bare) is Literal else (),
-            default=field.default,
-            description=next((meta.description for meta in reversed(metas) if meta.description), ""),
-            commands=cast(tuple[str, ...], extras[-1]["commands"]) if extras else commands,
-        )
+        else:
+            yield _option((*path, field.name), hint, field.default, commands)
 
 
-def _metas(hint: object) -> tuple[object, ...]:
+def _option(path: tuple[str, ...], hint: object, default: object, commands: tuple[str, ...]) -> Option:
+    metas = _metas(hint)
+    extras = [meta.extra for meta in metas if meta.extra]
+    descriptions = [meta.description for meta in metas if meta.description]
+    bare = _bare(hint)
+    choices = tuple(map(str, get_args(bare))) if get_origin(bare) is Literal else ()
+    return Option(
+        path=path,
+        kind="choice" if choices else getattr(get_origin(bare) or bare, "__name__", "str"),
+        choices=choices,
+        default=default,
+        description=descriptions[-1] if descriptions else "",
+        commands=cast(tuple[str, ...], extras[-1]["commands"]) if extras else commands,
+    )
+
+
+def _metas(hint: object) -> list[Meta]:
     if get_origin(hint) is not Annotated:
-        return ()
+        return []
     inner, *rest = get_args(hint)
-    return (*_metas(inner), *rest)
+    return [*_metas(inner), *(meta for meta in rest if isinstance(meta, Meta))]
 
 
 def _bare(hint: object) -> object:
@@ -193,7 +208,7 @@ def _read_file(file: Path) -> Tree:
 
 
 def _topology_settings(file: Path) -> Tree:
-    """Return the settings that a topology gives to all its workers. What else is in it, `router/files.py` reads."""
+    """Return the settings that a topology file gives to all its workers. `baton.router` reads the rest of the file."""
     settings = _read_file(file).get("settings") or {}
     if not isinstance(settings, dict):
         raise ConfigError(f"settings in {file} must hold a mapping of settings")
@@ -207,16 +222,21 @@ def _merge(tree: Tree, content: Tree, source: str) -> None:
     sections = {option.path[0] for option in options() if len(option.path) > 1}
     for key, value in content.items():
         if key in sections:
-            if not isinstance(value, dict | None):
-                raise ConfigError(f"{key} in {source} must hold a mapping of settings")
-            for inner, inner_value in (value or {}).items():
-                if f"{key}.{inner}" not in known:
-                    raise ConfigError(f"unknown setting {key}.{inner} in {source}")
-                _put(tree, (key, str(inner)), inner_value)
+            _merge_section(tree, key, value, source)
         elif key in known:
-            tree[key] = _words(value) if key == "engine_args" else value
+            tree[key] = _engine_args(value) if key == "engine_args" else value
         else:
             raise ConfigError(f"unknown setting {key} in {source}")
+
+
+def _merge_section(tree: Tree, section: str, content: object, source: str) -> None:
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"{section} in {source} must hold a mapping of settings")
+    known = {option.key for option in options()}
+    for name, value in (content or {}).items():
+        if f"{section}.{name}" not in known:
+            raise ConfigError(f"unknown setting {section}.{name} in {source}")
+        _put(tree, (section, str(name)), value)
 
 
 def _split(text: str) -> list[str]:
@@ -226,30 +246,43 @@ def _split(text: str) -> list[str]:
         raise ConfigError(f"bad value for engine_args: {error} in {text!r}") from None
 
 
-def _words(value: object, flag: str = "") -> object:
-    """Return the words that a list or a mapping of a file stands for; a mapping inside another one has dotted names."""
+def _engine_args(value: object) -> object:
+    """Return the argument list for a value of `engine_args` in a file. Other types are returned unchanged."""
     match value:
         case dict():
-            inner = (_words(part, f"{flag}.{name}" if flag else f"--{name}") for name, part in value.items())
-            return [word for words in inner for word in cast(list[str], words)]
-        case None:
-            return []
-        case bool() if flag:
-            return [flag] if value else [f"{flag}=false"]
-        case list() if "." in flag:
-            return [flag, json.dumps(value)]
-        case list() if flag:
-            return [flag, *map(_word, value)]
+            return _flags(value, "")
         case list():
-            return [_word(part) for part in value]
-        case _ if flag:
-            return [flag, _word(value)]
+            return [_argument(item) for item in value]
         case str():
             return _split(value)
+        case None:
+            return []
     return value
 
 
-def _word(value: object) -> str:
+def _flags(mapping: Mapping[object, object], prefix: str) -> list[str]:
+    """Return the flags of a mapping; a mapping inside another one gives dotted names."""
+    return [
+        argument
+        for name, value in mapping.items()
+        for argument in _flag(f"{prefix}.{name}" if prefix else f"--{name}", value)
+    ]
+
+
+def _flag(flag: str, value: object) -> list[str]:
+    match value:
+        case dict():
+            return _flags(value, flag)
+        case None:
+            return []
+        case bool():
+            return [flag] if value else [f"{flag}=false"]
+        case list() if "." not in flag:
+            return [flag, *map(_argument, value)]
+    return [flag, _argument(value)]
+
+
+def _argument(value: object) -> str:
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     return json.dumps(value)
@@ -262,11 +295,11 @@ def _put(tree: Tree, path: tuple[str, ...], value: object) -> None:
 
 
 def control_token(settings: Settings) -> str:
-    """Return the token that orders must bring, "" for none. Raises ConfigError if its file does not have it."""
+    """Return the control API token, "" for none. Raises ConfigError if its file has none."""
     if not settings.control_token_file:
         return settings.control_token
     if settings.control_token:
-        raise ConfigError("--control-token and --control-token-file say the same: drop one of them")
+        raise ConfigError("--control-token and --control-token-file are both set: drop one of them")
     try:
         token = Path(settings.control_token_file).expanduser().read_text().strip()
     except (OSError, UnicodeError) as error:

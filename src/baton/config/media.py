@@ -1,4 +1,4 @@
-"""Settings of what a worker fetches for its clients."""
+"""Settings for the media (images, audio, video) that a worker fetches."""
 
 from typing import Annotated
 
@@ -7,21 +7,26 @@ from msgspec import Meta
 
 
 class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where images, audio and video of a request may come from, and how much of them."""
+    """Allowed sources of media, and their limits."""
 
     encoders: Annotated[
-        bool, Meta(description="workers of the role encode do the images of this one, which is not served without them")
+        bool, Meta(description="Encode images on encode workers. The model is registered only while there is one.")
     ] = False
     domains: Annotated[
         str,
-        Meta(description="hosts to fetch from, with commas; each covers its subdomains; empty is every public one"),
+        Meta(description="Comma-separated hosts to fetch from, including subdomains. Empty: every public host."),
     ] = ""
     private: Annotated[
-        str, Meta(description="networks to fetch from although they are not public, with commas; like 10.1.0.0/16")
+        str, Meta(description="Comma-separated private networks to fetch from as well, such as 10.1.0.0/16.")
     ] = ""
-    max_bytes: Annotated[int, Meta(ge=1, description="largest size of one piece, in bytes")] = 50_000_000
-    max_pixels: Annotated[int, Meta(ge=1, description="largest size of an image, in pixels")] = 50_000_000
-    max_items: Annotated[int, Meta(ge=0, description="pieces that one request may have")] = 32
+    max_bytes: Annotated[int, Meta(ge=1, description="Maximum size of one media item, in bytes.")] = 50_000_000
+    max_pixels: Annotated[int, Meta(ge=1, description="Maximum size of an image, in pixels.")] = 50_000_000
+    max_items: Annotated[int, Meta(ge=0, description="Maximum number of media items in a request.")] = 32
     timeout_s: Annotated[
-        float, Meta(gt=0, le=3600, description="longest that one piece may take to fetch; less than kv.claim_timeout_s")
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="Seconds that fetching one media item may take. Keep it below kv.claim_timeout_s.",
+        ),
     ] = 8.0

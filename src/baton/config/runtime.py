@@ -1,4 +1,4 @@
-"""Options of the Dynamo runtime."""
+"""Settings of the Dynamo runtime."""
 
 from typing import Annotated, Literal
 
@@ -7,18 +7,25 @@ from msgspec import Meta
 
 
 class RuntimeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where processes find each other and how they talk."""
+    """Discovery, and the transports for requests and events."""
 
     discovery: Annotated[
-        Literal["file", "etcd", "kubernetes"], Meta(description="how workers and frontends find each other")
+        Literal["file", "etcd", "kubernetes"],
+        Meta(description="Discovery backend. file: one host. etcd, kubernetes: several."),
     ] = "file"
-    requests: Annotated[Literal["tcp", "nats"], Meta(description="how requests travel")] = "tcp"
-    events: Annotated[Literal["zmq", "nats"], Meta(description="how KV events and load travel")] = "zmq"
+    requests: Annotated[Literal["tcp", "nats"], Meta(description="Transport for requests and responses.")] = "tcp"
+    events: Annotated[Literal["zmq", "nats"], Meta(description="Transport for KV events and load.")] = "zmq"
     bind: Annotated[
         str,
-        Meta(description="the IP that this process listens on for other workers; they must be able to reach it"),
+        Meta(description="IP address that this process listens on for other processes. Must be reachable by them."),
     ] = "127.0.0.1"
-    directory: Annotated[str, Meta(description="where file discovery keeps its records")] = ""
-    etcd: Annotated[str, Meta(description="etcd addresses, separated by commas")] = "http://127.0.0.1:2379"
-    nats: Annotated[str, Meta(description="NATS address")] = "nats://127.0.0.1:4222"
-    log: Annotated[str, Meta(description="log filter of the Rust runtime")] = "error"
+    directory: Annotated[
+        str,
+        Meta(
+            description="Directory of file discovery, shared by all processes of a deployment. Empty:"
+            " ~/.cache/baton/discovery, or a temporary directory for `serve`."
+        ),
+    ] = ""
+    etcd: Annotated[str, Meta(description="Comma-separated etcd addresses.")] = "http://127.0.0.1:2379"
+    nats: Annotated[str, Meta(description="NATS address.")] = "nats://127.0.0.1:4222"
+    log: Annotated[str, Meta(description="Log filter of the Rust runtime (its DYN_LOG).")] = "error"

@@ -1,7 +1,6 @@
 """The settings of every process, as one frozen value.
 
-The structs are the only table of settings: flags, environment variables, file keys and `docs/configuration.md` are
-generated from their fields.
+Flags, environment variables, YAML keys and `docs/configuration.md` are generated from the fields of these structs.
 """
 
 import ipaddress
@@ -33,101 +32,190 @@ def _about(text: str, extra: Mapping[str, object]) -> Meta:
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that can be set."""
+    """All settings of all commands."""
 
-    engine: Annotated[str, _about("which engine runs the model: torch, sglang, trtllm or echo", _WORK)] = "torch"
+    engine: Annotated[str, _about("Engine that runs the model: torch, sglang, trtllm or echo.", _WORK)] = "torch"
     engine_args: Annotated[
         tuple[str, ...],
         _about(
-            "what the engine itself is told, in its own words (`--help-engine` shows them); a list or mapping", _WORK
+            "Arguments passed to the engine's own parser (`--help-engine` lists them); a list or a mapping in YAML.",
+            _WORK,
         ),
     ] = ()
     model: Annotated[
         str,
-        _about("model directory, Hugging Face id, or smollm2 or minilm; empty is the engine's own", _WORK_ROUTE),
+        _about(
+            "Model directory, Hugging Face id, or a demo model (smollm2, minilm). Empty: the engine's default model.",
+            _WORK_ROUTE,
+        ),
     ] = ""
-    name: Annotated[str, _about("name the model is served under; empty is the model's own", _WORK_ROUTE)] = ""
+    name: Annotated[
+        str, _about("Model name that clients use in requests. Empty: the name of the model.", _WORK_ROUTE)
+    ] = ""
     role: Annotated[
         Literal["auto", "aggregated", "prefill", "decode", "embed", "encode"],
-        _about("what a worker does; auto is what its model is for", _WORK),
+        _about("Role of the worker. auto: aggregated, or embed for an embedding model.", _WORK),
     ] = "auto"
     model_input: Annotated[
         Literal["tokens", "text"],
-        _about("whether the frontend or the worker owns tokenizer and template", _WORK),
+        _about(
+            "Input that the worker receives. tokens: the frontend applies the chat template and tokenizes. text: the"
+            " worker does.",
+            _WORK,
+        ),
     ] = "tokens"
-    workers: Annotated[int, Meta(ge=1, le=256), _about("worker processes to start", _SERVE)] = 1
+    workers: Annotated[
+        int, Meta(ge=1, le=256), _about("Number of worker processes to start, each for prefill and decode.", _SERVE)
+    ] = 1
     prefill: Annotated[
-        int, Meta(ge=0, le=256), _about("prefill workers to start; with --decode, instead of --workers", _SERVE)
+        int,
+        Meta(ge=0, le=256),
+        _about("Number of prefill workers to start. Requires --decode; replaces --workers.", _SERVE),
     ] = 0
     decode: Annotated[
-        int, Meta(ge=0, le=256), _about("decode workers to start; with --prefill, instead of --workers", _SERVE)
+        int,
+        Meta(ge=0, le=256),
+        _about("Number of decode workers to start. Requires --prefill; replaces --workers.", _SERVE),
     ] = 0
     encode: Annotated[
-        int, Meta(ge=0, le=256), _about("encode workers to start beside the others, for images in prompts", _SERVE)
+        int,
+        Meta(ge=0, le=256),
+        _about("Number of encode workers to start in addition, for images in prompts.", _SERVE),
     ] = 0
     topology: Annotated[
-        str, _about("file with pools of workers and which requests go to which; a global router goes by it", _ROUTE)
+        str, _about("File that lists worker pools and the rules by which the global router selects one.", _ROUTE)
     ] = ""
-    host: Annotated[str, _about("address of the OpenAI endpoint", _FRONT)] = "127.0.0.1"
-    port: Annotated[Port, _about("port of the OpenAI endpoint", _FRONT)] = 8000
+    host: Annotated[str, _about("Address that the OpenAI endpoint listens on.", _FRONT)] = "127.0.0.1"
+    port: Annotated[Port, _about("Port of the OpenAI endpoint.", _FRONT)] = 8000
     router: Annotated[
         Literal["round-robin", "random", "kv"],
-        _about("how requests are spread over workers; kv sends a prompt where its beginning is cached", _FRONT),
+        _about(
+            "How the frontend selects a worker. kv prefers the worker whose prefix cache holds most of the prompt.",
+            _FRONT,
+        ),
     ] = "round-robin"
     busy_threshold: Annotated[
         float,
         Meta(ge=0, le=1),
         _about(
-            "share of a worker's KV in use from which it gets no new requests; 529 if all have it; 0 is never", _FRONT
+            "Fraction of KV blocks in use above which a worker receives no new requests; clients get 529 when all"
+            " workers are above it. 0: off, requests queue in the workers.",
+            _FRONT,
         ),
     ] = 0.0
     migrations: Annotated[
         int,
         Meta(ge=0, le=100),
-        _about("times a request may move to another worker when its own fails", _FRONT),
+        _about("Number of times a request may move to another worker after its worker failed.", _FRONT),
     ] = 3
-    namespace: Annotated[str, Meta(pattern="^[a-z0-9_-]+$", description="group that finds each other")] = "baton"
-    system_host: Annotated[str, _about("address of a worker's /health and /metrics", _WORK_ROUTE)] = "127.0.0.1"
+    namespace: Annotated[
+        str,
+        Meta(
+            pattern="^[a-z0-9_-]+$",
+            description="Discovery namespace. Processes find each other only within one namespace.",
+        ),
+    ] = "baton"
+    system_host: Annotated[
+        str,
+        _about(
+            "Address of the system server (/live, /health, /metrics, /control). 0.0.0.0 for probes and scrapes from"
+            " other hosts.",
+            _WORK_ROUTE,
+        ),
+    ] = "127.0.0.1"
     system_port: Annotated[
-        Port, _about("port of /health and /metrics; with several workers counted up; 0 is any free one", _WORK_ROUTE)
+        Port,
+        _about(
+            "Port of the system server. 0: any free port. With several workers, each takes the next port.",
+            _WORK_ROUTE,
+        ),
     ] = 0
     control: Annotated[
         Literal["auto", "on", "off"],
-        _about("take operators' orders on the system port; auto does on a loopback address, or with a token", _WORK),
+        _about(
+            "Whether the system server offers the control API. auto: on a loopback address, or with a token.", _WORK
+        ),
     ] = "auto"
-    control_token: Annotated[str, _about("token that operators' orders must bring; empty is none", _WORK)] = ""
-    control_token_file: Annotated[str, _about("file with that token", _WORK)] = ""
+    control_token: Annotated[
+        str,
+        _about(
+            "Bearer token that control API requests must carry. Empty: none. Visible in process lists; prefer"
+            " --control-token-file.",
+            _WORK,
+        ),
+    ] = ""
+    control_token_file: Annotated[str, _about("File that contains the control API token.", _WORK)] = ""
     command_timeout_s: Annotated[
-        Seconds, _about("longest an operator's order may take; then the engine is stuck", _WORK)
+        Seconds,
+        _about(
+            "Seconds a control command may take before the worker treats the engine as stuck and restarts. Raise it"
+            " for slow weight updates.",
+            _WORK,
+        ),
     ] = 600.0
-    max_in_flight: Annotated[int, Meta(ge=1), _about("requests a worker accepts at once", _WORK)] = 1024
-    request_timeout_s: Annotated[Seconds, Meta(description="longest a request may take")] = 600.0
-    drain_timeout_s: Annotated[Seconds, Meta(description="time that running requests get at shutdown")] = 30.0
-    start_timeout_s: Annotated[Seconds, Meta(description="longest a start may take")] = 600.0
-    abort_timeout_s: Annotated[Seconds, _about("longest to wait for an engine to confirm an abort", _WORK)] = 10.0
+    max_in_flight: Annotated[
+        int,
+        Meta(ge=1),
+        _about(
+            "Maximum number of concurrent requests of a worker. Further requests get a retryable error and move on.",
+            _WORK,
+        ),
+    ] = 1024
+    request_timeout_s: Annotated[
+        Seconds, Meta(description="Seconds a request may take from admission to its last token.")
+    ] = 600.0
+    drain_timeout_s: Annotated[
+        Seconds, Meta(description="Seconds that running requests get to finish at shutdown.")
+    ] = 30.0
+    start_timeout_s: Annotated[
+        Seconds,
+        Meta(description="Seconds that loading the model and starting may take. Raise it for large models."),
+    ] = 600.0
+    abort_timeout_s: Annotated[Seconds, _about("Seconds to wait for the engine to confirm an abort.", _WORK)] = 10.0
     flush_interval_ms: Annotated[
         float,
         Meta(ge=0, le=1000),
-        _about("shortest time between two chunks of a stream; tokens merge", _WORK),
+        _about(
+            "Minimum milliseconds between two chunks of a stream; tokens in between are merged into one chunk. Lower"
+            " it for finer chunks, raise it for less CPU per token.",
+            _WORK,
+        ),
     ] = 2.0
-    reader_stall_timeout_s: Annotated[Seconds, _about("longest a full stream waits for its reader", _WORK_ROUTE)] = 60.0
-    canary_interval_s: Annotated[Seconds, _about("how often an idle worker is probed", _WORK)] = 10.0
-    canary_timeout_s: Annotated[Seconds, _about("longest a probe may take", _WORK)] = 10.0
+    reader_stall_timeout_s: Annotated[
+        Seconds,
+        _about(
+            "Seconds a stream with full buffers waits for a client that does not read, before it fails.", _WORK_ROUTE
+        ),
+    ] = 60.0
+    canary_interval_s: Annotated[Seconds, _about("Seconds between two probes of an idle worker.", _WORK)] = 10.0
+    canary_timeout_s: Annotated[Seconds, _about("Seconds a probe may take before the worker is unhealthy.", _WORK)] = (
+        10.0
+    )
     stall_timeout_s: Annotated[
-        Seconds, _about("longest an engine with work, or a worker process, may show no progress", _WORK)
+        Seconds,
+        _about(
+            "Seconds an engine with work, or a worker process, may make no progress before it is restarted. Raise it"
+            " if single steps take that long.",
+            _WORK,
+        ),
     ] = 30.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what Baton logs")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Minimum level of Baton's own log messages.")
+    ] = "info"
     log_dir: Annotated[
         str,
         _about(
-            "log directory of processes started by `serve`; '-' is standard error; empty is ~/.cache/baton/logs",
+            "Log directory of the processes that `serve` starts. '-': standard error. Empty: ~/.cache/baton/logs.",
             _SERVE,
         ),
     ] = ""
     cache_dir: Annotated[
-        str, _about("where fetched models are kept; empty is $XDG_CACHE_HOME/baton or ~/.cache/baton", _WORK_ROUTE)
+        str,
+        _about("Directory for downloaded models. Empty: $XDG_CACHE_HOME/baton or ~/.cache/baton.", _WORK_ROUTE),
     ] = ""
-    profile_dir: Annotated[str, _about("write a cProfile of the event loop here at exit", _WORK_ROUTE)] = ""
+    profile_dir: Annotated[
+        str, _about("Directory for a cProfile of the event loop, written at exit. Empty: no profile.", _WORK_ROUTE)
+    ] = ""
     runtime: RuntimeOptions = RuntimeOptions()
     kv: KvTransferOptions = KvTransferOptions()
     media: MediaOptions = MediaOptions()
@@ -139,7 +227,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def accepts_commands(self) -> bool:
-        """Whether a worker has control routes. Without a token anyone who reaches the system port can use them."""
+        """Whether a worker offers the control API. Without a token, every client of the system port can use it."""
         guarded = bool(self.control_token or self.control_token_file)
         return self.control == "on" or (self.control == "auto" and (guarded or _is_loopback(self.system_host)))
 

@@ -33,11 +33,14 @@ def _torch(settings: Settings) -> Engine:
 
 
 def _sglang(settings: Settings) -> Engine:
-    from baton.engines.sglang.adapter import SglangEngine
+    from baton.engines.sglang.adapter import SglangEmbedder, SglangEngine
+    from baton.engines.sglang.launch_mode import LaunchMode
 
-    return SglangEngine(
-        settings.sglang, settings.engine_args, Path(settings.model), settings.name, _part(settings), settings.experts
-    )
+    options, args, model = settings.sglang, settings.engine_args, Path(settings.model)
+    if embeds(settings):
+        return SglangEmbedder(options, args, model, settings.name)
+    mode = LaunchMode(settings.role) if settings.role in ("prefill", "decode") else LaunchMode()
+    return SglangEngine(options, args, model, settings.name, mode, settings.experts)
 
 
 def _load_sglang(settings: Settings) -> None:

@@ -1,1 +1,1 @@
-"""Where the experts of a mixture model go: the offline planner behind `baton experts`."""
+"""Expert placement for mixture-of-experts models: the offline planner behind `baton experts`."""

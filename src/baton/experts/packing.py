@@ -1,7 +1,7 @@
-"""Copies and bins: the arithmetic under a layout. Knows nothing of nodes, groups or files.
+"""Replication and bin packing for expert layouts. Knows nothing about nodes, groups or files.
 
-An item is one copy of an owner (an expert); every bin gets the same number of items. Everything here is deterministic:
-ties fall to the heavier owner, then to the lower number.
+An item is one copy of an owner (an expert); every bin gets the same number of items. All functions are deterministic:
+ties go to the heavier owner, then to the lower number.
 """
 
 import heapq
@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_GOOD = 1.01  # as many times the least that the heaviest bin can weigh as is good enough
-_GAIN = 1e-9  # share of the heaviest bin below which a swap is rounding, not progress
+_GOOD = 1.01  # ratio of the heaviest bin to its lower bound that is good enough
+_GAIN = 1e-9  # relative gain below which a swap is rounding, not progress
 
 
 class Item(NamedTuple):
@@ -21,18 +21,18 @@ class Item(NamedTuple):
     owner: int
 
 
-def spread(loads: Sequence[float], bins: int, room: int) -> list[list[int]]:
-    """Return the owners in each bin, `room` to a bin: each owner somewhere, the heavy ones in several places.
+def spread(loads: Sequence[float], bins: int, capacity: int) -> list[list[int]]:
+    """Return the owners in each bin, `capacity` per bin: every owner at least once, heavy owners several times.
 
-    Two copies of an owner share a bin only if a bin has more room than there are owners. The caller sees to it that
-    there are not more owners than room in all bins.
+    Two copies of an owner share a bin only if `capacity` exceeds the number of owners. The caller ensures that the
+    total capacity is at least the number of owners.
     """
-    slots = bins * room
-    most = bins * -(-room // len(loads))  # a copy beside another takes no load off their bin
+    slots = bins * capacity
+    max_copies = bins * -(-capacity // len(loads))  # a second copy in a bin does not reduce its load
     best: list[list[int]] = []
     lightest = math.inf
     for idle in _idle_copies(slots - len(loads)):
-        copies = replicate(loads, slots, most, idle)
+        copies = replicate(loads, slots, max_copies, idle)
         shares = [load / count for load, count in zip(loads, copies, strict=True)]
         packed = pack(loads, copies, bins)
         heaviest = max(sum(shares[owner] for owner in content) for content in packed)
@@ -44,43 +44,43 @@ def spread(loads: Sequence[float], bins: int, room: int) -> list[list[int]]:
 
 
 def _idle_copies(extra: int) -> list[int]:
-    """Return how many of the extra copies to waste, in the order to try it."""
+    """Return the numbers of extra copies to leave idle, in the order to try them."""
     return [0, *(1 << power for power in range(extra.bit_length()) if 1 << power < extra), *([extra] if extra else [])]
 
 
-def replicate(loads: Sequence[float], slots: int, most: int, idle: int = 0) -> list[int]:
-    """Return the copies of each owner, `slots` in all: one each, then always one more where a copy bears the most.
+def replicate(loads: Sequence[float], slots: int, max_copies: int, idle: int = 0) -> list[int]:
+    """Return the number of copies of each owner, `slots` in total: each next copy goes where a copy has the most load.
 
-    The last `idle` go where a copy bears the least: where every slot must be filled, two equal loads are better off
-    whole, each beside an idle copy, than with one of them halved. No owner gets more than `most`. The caller sees to it
-    that len(loads) <= slots <= len(loads) * most.
+    The last `idle` copies go where a copy has the least load: since every slot must be filled, two equal loads, each
+    beside an idle copy, can balance better than one of them halved. No owner gets more than `max_copies`. The caller
+    ensures that len(loads) <= slots <= len(loads) * max_copies.
     """
     copies = [1] * len(loads)
-    queue = [(-load, -load, owner) for owner, load in enumerate(loads)] if most > 1 else []
+    queue = [(-load, -load, owner) for owner, load in enumerate(loads)] if max_copies > 1 else []
     heapq.heapify(queue)
     for _ in range(slots - len(loads) - idle):
-        _, whole, owner = heapq.heappop(queue)
+        _, load, owner = heapq.heappop(queue)
         copies[owner] += 1
-        if copies[owner] < most:
-            heapq.heappush(queue, (whole / copies[owner], whole, owner))
+        if copies[owner] < max_copies:
+            heapq.heappush(queue, (load / copies[owner], load, owner))
     for _ in range(idle):
-        roomy = (owner for owner, count in enumerate(copies) if count < most)
-        copies[min(roomy, key=lambda owner: (loads[owner] / copies[owner], loads[owner], owner))] += 1
+        open_owners = (owner for owner, count in enumerate(copies) if count < max_copies)
+        copies[min(open_owners, key=lambda owner: (loads[owner] / copies[owner], loads[owner], owner))] += 1
     return copies
 
 
 def pack(loads: Sequence[float], copies: Sequence[int], bins: int) -> list[list[int]]:
-    """Return the owners in each bin, sorted; bins hold equally many and are about equally heavy.
+    """Return the owners in each bin, sorted. Bins have the same number of items and about the same weight.
 
-    Two copies of an owner share a bin only if some owner has more copies than bins. The caller sees to it that `bins`
+    Two copies of an owner share a bin only if some owner has more copies than bins. The caller ensures that `bins`
     divides the number of copies.
     """
     limit = max(-(-count // bins) for count in copies)
     items = [Item(loads[owner] / copies[owner], owner) for owner in _heaviest_first(loads, copies)]
     packing = _Packing(bins, len(items) // bins, limit)
     packing.fill(items)
-    packing.part_copies()
-    packing.level()
+    packing.separate_copies()
+    packing.balance()
     return [sorted(item.owner for item in content) for content in packing.contents]
 
 
@@ -90,33 +90,33 @@ def _heaviest_first(loads: Sequence[float], copies: Sequence[int]) -> list[int]:
 
 
 class _Packing:
-    """Bins while they are being filled. `limit` is how many copies of one owner a bin may hold."""
+    """The state of the bins. `limit` is the number of copies of one owner that a bin may hold."""
 
-    def __init__(self, bins: int, room: int, limit: int) -> None:
+    def __init__(self, bins: int, capacity: int, limit: int) -> None:
         self.contents: list[list[Item]] = [[] for _ in range(bins)]
         self._weights = [0.0] * bins
         self._owners: list[Counter[int]] = [Counter() for _ in range(bins)]
-        self._room = room
+        self._capacity = capacity
         self._limit = limit
 
     def fill(self, items: Sequence[Item]) -> None:
-        """Put each item into the lightest bin with room, past those that have its owner already if there is another."""
+        """Put each item into the lightest open bin, if possible one that is below the limit for its owner."""
         for item in items:
-            open_bins = [at for at, content in enumerate(self.contents) if len(content) < self._room]
+            open_bins = [at for at, content in enumerate(self.contents) if len(content) < self._capacity]
             apart = [at for at in open_bins if self._owners[at][item.owner] < self._limit]
             self._add(min(apart or open_bins, key=self._weights.__getitem__), item)
 
-    def part_copies(self) -> None:
-        """Undo what `fill` had to do when the only room left was beside another copy.
+    def separate_copies(self) -> None:
+        """Swap items until no bin exceeds the limit, which `fill` does if only such bins are open.
 
-        Each swap leaves one copy too many less, and there is always one to make: where every owner of `there` is at
-        its limit `here` too, `there` has a copy too many itself, being as large.
+        Each swap removes one excess copy, and there is always one: if every owner of `there` is at its limit `here`
+        too, then `there`, having as many items, has an excess copy itself.
         """
         for here, owners in enumerate(self._owners):
-            while crowded := [item for item in self.contents[here] if owners[item.owner] > self._limit]:
-                self._part(here, crowded[0])
+            while excess := [item for item in self.contents[here] if owners[item.owner] > self._limit]:
+                self._separate(here, excess[0])
 
-    def _part(self, here: int, item: Item) -> None:
+    def _separate(self, here: int, item: Item) -> None:
         rest = self._weights[here] - item.weight
         choices = [
             (max(rest + other.weight, self._weights[there] - other.weight + item.weight), there, other)
@@ -128,14 +128,14 @@ class _Packing:
         _, there, other = min(choices, key=lambda choice: choice[0])
         self._swap(here, item, there, other)
 
-    def level(self) -> None:
-        """Swap items out of the heaviest bin for lighter ones, as long as the heavier of the two bins gets lighter."""
+    def balance(self) -> None:
+        """Swap items of the heaviest bin for lighter ones, as long as the heavier bin of the pair gets lighter."""
         while True:
             here = max(range(len(self._weights)), key=self._weights.__getitem__)
-            found = self._best_swap(here)
-            if found is None:
+            swap = self._best_swap(here)
+            if swap is None:
                 return
-            self._swap(here, *found)
+            self._swap(here, *swap)
 
     def _best_swap(self, here: int) -> tuple[Item, int, Item] | None:
         weight = self._weights[here]

@@ -1,7 +1,7 @@
-"""From how often each expert was used to where its copies go. Pure, and in plain Python: no files, no tensors.
+"""Plans expert layouts from use counts. Pure Python: no files, no tensors.
 
-A layout has a row per layer and a column per physical slot: slots [r * size, (r + 1) * size) are those of rank r, and
-ranks [n * ranks / nodes, (n + 1) * ranks / nodes) those of node n. A cell names the logical expert in that slot.
+A layout has a row per layer and a column per physical slot: slots [r * size, (r + 1) * size) belong to rank r, and
+ranks [n * ranks / nodes, (n + 1) * ranks / nodes) to node n. A cell is the logical expert in that slot.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Loads = Sequence[float]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the experts are spread over. `groups` is 0 if the model does not group them."""
+    """The numbers of experts, copies, ranks and nodes. `groups` is 0 if the model does not group experts."""
 
     experts: int
     redundant: int = 0
@@ -29,20 +29,20 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def physical(self) -> int:
-        """Slots over all ranks."""
+        """Slots of all ranks."""
         return self.experts + self.redundant
 
     @property
     def size(self) -> int:
-        """Slots of a rank."""
+        """Slots of one rank."""
         return self.physical // self.ranks
 
 
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
-    """How evenly a layout spreads load over ranks; only layers that had any count.
+    """How evenly a layout spreads load over ranks, over all layers with load.
 
-    Balancedness is the mean rank's load by that of the busiest: 1 is perfect. `peak` is the inverse, which is how much
-    longer the busiest rank computes than it would in a perfect layout.
+    Balancedness is the mean load of a rank divided by that of the busiest rank: 1 is perfect. `peak` is the mean of the
+    inverse: how much longer the busiest rank computes than in a perfect layout.
     """
 
     balancedness: float
@@ -52,30 +52,31 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(counts: Sequence[Loads], shape: Shape, algorithm: Algorithm = "auto") -> Layout:
-    """Return the layout for these counts, a row per layer; in no layer is the busiest rank busier than in `trivial`.
+    """Return the layout for these counts, a row per layer. No layer has a busier rank than in the `trivial` layout.
 
     Two copies of an expert share a rank only if a rank has more slots than there are experts. `hierarchical` keeps the
-    experts of a group on one node, which wins over balance where `trivial` splits groups. `auto` is hierarchical where
-    nodes divide the groups and balance allows it, and global elsewhere. Raises ConfigError for a shape that cannot be.
+    experts of a group on one node, even if a `trivial` layout that splits groups is better balanced. `auto` is
+    hierarchical if the nodes divide the groups and balance allows it, and global otherwise. Raises ConfigError for an
+    impossible shape.
     """
     check(shape, algorithm)
     return [_plan_layer(loads, shape, algorithm) for loads in counts]
 
 
 def trivial(shape: Shape) -> Row:
-    """Return the row that an engine starts with: experts in order, and from the first again."""
+    """Return the row that an engine starts with: experts in order, repeated to fill the slots."""
     return [slot % shape.experts for slot in range(shape.physical)]
 
 
 def resolve(shape: Shape, algorithm: Algorithm) -> Literal["global", "hierarchical"]:
-    """Return what `auto` means for this shape."""
+    """Return the algorithm that `auto` selects for this shape."""
     if algorithm != "auto":
         return algorithm
     return "hierarchical" if shape.nodes > 1 and shape.groups and shape.groups % shape.nodes == 0 else "global"
 
 
 def rank_loads(loads: Loads, row: Row, ranks: int) -> list[float]:
-    """Return the load of each rank, when the copies of an expert share its load equally."""
+    """Return the load of each rank. The copies of an expert share its load equally."""
     copies = [0] * len(loads)
     for expert in row:
         copies[expert] += 1
@@ -87,7 +88,7 @@ def rank_loads(loads: Loads, row: Row, ranks: int) -> list[float]:
 
 
 def measure(counts: Sequence[Loads], layout: Layout, ranks: int) -> Balance:
-    """Return how evenly the layout would have spread what was counted."""
+    """Return how evenly the layout spreads the counted load."""
     shares = {
         layer: _balancedness(rank_loads(loads, row, ranks))
         for layer, (loads, row) in enumerate(zip(counts, layout, strict=True))
@@ -109,21 +110,23 @@ def _balancedness(loads: list[float]) -> float:
 
 
 def check(shape: Shape, algorithm: Algorithm) -> None:
-    """Raise ConfigError if experts cannot be laid out so."""
+    """Raise ConfigError for an impossible combination."""
     if shape.physical % shape.ranks:
         wanted = -shape.experts % shape.ranks
         raise ConfigError(
-            f"{shape.experts} experts and {shape.redundant} redundant ones do not divide over {shape.ranks} ranks:"
-            f" take {wanted}, {wanted + shape.ranks}, ... redundant ones"
+            f"{shape.experts} experts and {shape.redundant} redundant experts cannot be divided over"
+            f" {shape.ranks} ranks: use {wanted}, {wanted + shape.ranks}, ... redundant experts"
         )
     if shape.ranks % shape.nodes:
-        raise ConfigError(f"{shape.ranks} ranks do not divide over {shape.nodes} nodes")
+        raise ConfigError(f"{shape.ranks} ranks cannot be divided over {shape.nodes} nodes")
     if shape.groups and shape.experts % shape.groups:
-        raise ConfigError(f"{shape.experts} experts do not divide into {shape.groups} groups")
+        raise ConfigError(f"{shape.experts} experts cannot be divided into {shape.groups} groups")
     if algorithm == "hierarchical" and not shape.groups:
-        raise ConfigError("the hierarchical algorithm keeps groups of experts together: say how many groups there are")
+        raise ConfigError("the hierarchical algorithm needs the number of expert groups: give --groups")
     if algorithm == "hierarchical" and shape.groups % shape.nodes:
-        raise ConfigError(f"{shape.groups} groups of experts do not divide over {shape.nodes} nodes: plan globally")
+        raise ConfigError(
+            f"{shape.groups} expert groups cannot be divided over {shape.nodes} nodes: use the global algorithm"
+        )
 
 
 def _plan_layer(loads: Loads, shape: Shape, algorithm: Algorithm) -> Row:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from baton.handlers.build_work import build_work
+from baton.handlers.admission import admit
 from baton.handlers.media import MediaInput
 from baton.handlers.relay import relay
 from baton.ports.engine import EngineInfo, GenerateEngine
@@ -26,18 +26,17 @@ class AggregatedHandler:
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
-        with self._tracker.track(context, len(request.token_ids)) as call:
+        with self._tracker.track(context, len(request.token_ids)) as tracked:
             if request.stop.max_tokens == 0:
-                # The frontend asks so when it moves a request here that had made its last token elsewhere.
-                yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(call.prompt_tokens, 0))
+                # The frontend sends this when it migrates a request whose last token was generated elsewhere.
+                yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(tracked.prompt_tokens, 0))
                 return
             can = self._engine.capabilities
-            media = await self._media_input.load(request, call, can)
-            try:
-                work = build_work(request, call.request_id, self._info, can, context.trace_headers, media=media.items)
-                async with aclosing(relay(self._engine, work, call, self._tracker.limits)) as chunks:
-                    async for chunk in chunks:
-                        media.used()
-                        yield chunk
-            finally:
-                await media.close()
+            work = admit(request, tracked.request_id, self._info, can, context.trace_headers)
+            async with (
+                await self._media_input.load(request, tracked, can) as media,
+                aclosing(relay(self._engine, media.attach(work), tracked, self._tracker.limits)) as chunks,
+            ):
+                async for chunk in chunks:
+                    media.used()
+                    yield chunk

@@ -8,7 +8,8 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 
-from baton.errors import ContextTooLong, EngineFailed, InvalidRequest
+from baton.errors import EngineFailed, InvalidRequest
+from baton.handlers.admission import admit_embed
 from baton.ports.engine import EmbedEngine, EmbedWork, EngineInfo
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import TextEncoder
@@ -29,7 +30,7 @@ class EmbedHandler:
         self._encoder = encoder
 
     async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embeddings, None]:
-        """Yield all vectors at once. Raises the errors of `errors.py`; closing the iterator takes the work back."""
+        """Yield all vectors at once. Raises the errors of `errors.py`; closing the iterator withdraws the work."""
         with self._tracker.track(context, 0) as tracked:
             self._check_dimensions(request.dimensions)
             inputs = await self._tokens(request.source, tracked)
@@ -37,11 +38,11 @@ class EmbedHandler:
             work = EmbedWork(request_id=tracked.request_id, inputs=inputs, trace_headers=context.trace_headers)
             vectors = await tracked.scope.wait(self._engine.embed(work))
             if len(vectors) != len(inputs):
-                raise EngineFailed(f"the engine made {len(vectors)} vectors of {len(inputs)} inputs")
+                raise EngineFailed(f"the engine returned {len(vectors)} vectors for {len(inputs)} inputs")
             tracked.lifecycle.advance(State.SUBMITTED)
             tracked.first_output_at = time.perf_counter()
-            written = await tracked.scope.wait(asyncio.to_thread(_write, vectors, request.dimensions))
-            yield Embeddings(model=request.model, vectors=written, prompt_tokens=tracked.prompt_tokens)
+            encoded = await tracked.scope.wait(asyncio.to_thread(_encode_vectors, vectors, request.dimensions))
+            yield Embeddings(model=request.model, vectors=encoded, prompt_tokens=tracked.prompt_tokens)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         size = self._info.embedding_size
@@ -51,32 +52,25 @@ class EmbedHandler:
             )
 
     async def _tokens(self, source: Texts | TokenLists, tracked: TrackedRequest) -> tuple[tuple[int, ...], ...]:
-        """Return the inputs as tokens, none of them too long. A few texts at a time, so that a client can leave."""
+        """Return the inputs as tokens. A few texts at a time, so that a request can be cancelled between them."""
         if isinstance(source, TokenLists):
-            self._check_lengths(source.items, 0)
+            admit_embed(source.items, self._info)
             return source.items
         inputs: list[tuple[int, ...]] = []
         for first in range(0, len(source.items), TEXTS_AT_ONCE):
             texts = source.items[first : first + TEXTS_AT_ONCE]
             encoded = await tracked.scope.wait(asyncio.to_thread(self._encoder.encode_batch, texts))
-            self._check_lengths(encoded, first)
+            admit_embed(encoded, self._info, first)
             inputs += [tuple(tokens) for tokens in encoded]
         return tuple(inputs)
 
-    def _check_lengths(self, inputs: Sequence[Sequence[int]], first: int) -> None:
-        for place, tokens in enumerate(inputs, first):
-            if len(tokens) > self._info.context_length:
-                raise ContextTooLong(
-                    f"input[{place}]: {len(tokens)} tokens; this model embeds at most {self._info.context_length}"
-                )
 
-
-def _write(vectors: "Sequence[array[float]]", dimensions: int | None) -> tuple[str, ...]:
+def _encode_vectors(vectors: "Sequence[array[float]]", dimensions: int | None) -> tuple[str, ...]:
     return tuple(_base64(vector if dimensions is None else _shorten(vector, dimensions)) for vector in vectors)
 
 
 def _shorten(vector: "array[float]", dimensions: int) -> "array[float]":
-    """Return the first `dimensions` numbers, stretched to length 1."""
+    """Return the first `dimensions` numbers, normalised to length 1."""
     kept = vector[:dimensions]
     length = math.hypot(*kept)
     return array("f", [number / length for number in kept]) if length else kept

@@ -1,4 +1,4 @@
-"""The encode role: turn the media of a prompt into what a model computes with, and hold that for who computes.
+"""The encode role: encode the media of a prompt and hold the result for the worker that computes the prompt.
 
     frontend ──request──► encode worker ──► engine.encode
        ▲                       │  room opened (Lease)
@@ -6,25 +6,26 @@
     frontend ──the same request, with both──► worker that computes: room claimed, handles read, Taken
                                               Lease ended, engine.abort frees them
 
-The frontend reads the answer to its end before it goes on, so what was made outlives the call. It is freed when it has
-been used, when whoever claimed it is gone, and when nobody comes in time.
+The frontend reads the answer to its end before it continues, so the encoded media outlive the request. They are freed
+when they have been read, when the worker that claimed them is lost, and when no worker claims them in time.
 """
 
 import logging
 import time
 from collections.abc import AsyncGenerator
 
-from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
-from baton.handlers.lease_reaper import LeaseReaper
+from baton.errors import InvalidRequest
+from baton.handlers.admission import admit_encode
+from baton.handlers.leases import LeaseReaper, fail_lease
 from baton.handlers.media import LoadedMedia, named_media
 from baton.handlers.relay import abort
 from baton.handlers.tickets import new_ticket, params_of
-from baton.ports.engine import EncodeEngine, EncodeWork
+from baton.ports.engine import EncodeEngine, EncodeWork, EngineInfo
 from baton.ports.media import MediaLoader
 from baton.ports.runtime import Context
 from baton.ports.transfer import Lease, Producer
 from baton.protocol.lifecycle import State
-from baton.protocol.media import MediaFile, MediaUrl
+from baton.protocol.media import MediaFile
 from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import RequestTracker, TrackedRequest
@@ -33,19 +34,32 @@ log = logging.getLogger(__name__)
 
 
 class EncodeHandler:
-    """Encodes on one engine, for others."""
+    """Encodes media on one engine, for the workers that compute prompts."""
 
-    def __init__(self, engine: EncodeEngine, tracker: RequestTracker, loader: MediaLoader, producer: Producer) -> None:
+    def __init__(
+        self,
+        engine: EncodeEngine,
+        info: EngineInfo,
+        tracker: RequestTracker,
+        loader: MediaLoader,
+        producer: Producer,
+    ) -> None:
         self._engine = engine
+        self._info = info
         self._tracker = tracker
         self._loader = loader
         self._producer = producer
-        self._keeper = LeaseReaper(engine, tracker.limits.abort_timeout_s)
+        self._reaper = LeaseReaper(engine, tracker.limits.abort_timeout_s)
+        self._probe_refused = False
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
-        """Yield one chunk, whose `encoder_result` is for whoever computes the prompt. Closing it before frees all."""
+        """Yield one chunk, whose `encoder_result` is for the worker that computes the prompt.
+
+        Raises the errors of `errors.py`; closing the iterator before its end frees the encoded media.
+        """
         with self._tracker.track(context, len(request.token_ids)) as tracked:
-            named = self._named(request)
+            admit_encode(request, self._info, self._engine.capabilities)
+            named = named_media(request)
             work = EncodeWork(
                 request_id=tracked.request_id,
                 token_ids=request.token_ids,
@@ -54,35 +68,36 @@ class EncodeHandler:
             )
             lease: Lease | None = None
             try:
-                result, lease = await self._make(work, tracked)
-                # The frontend takes the chunk that ends the answer.
+                result, lease = await self._encode(work, tracked)
+                # The frontend reads the result from the chunk that ends the answer.
                 usage = Usage(tracked.prompt_tokens, 0)
                 yield Chunk([], finish_reason=FinishReason.STOP, usage=usage, encoder_result=result)
             except BaseException as error:
-                if lease is not None:
-                    lease.fail(error if isinstance(error, BatonError) else PeerLost("the call was ended"))
+                fail_lease(lease, error)
                 raise
             finally:
                 if lease is not None:
-                    self._keeper.keep(work.request_id, lease, LoadedMedia())
+                    self._reaper.watch(work.request_id, lease, LoadedMedia())
                 else:
                     await abort(self._engine, work.request_id, self._tracker.limits.abort_timeout_s)
 
-    async def trial(self, prompt: tuple[int, ...], picture: MediaFile, context: Context) -> None:
-        """Have the engine encode `picture`, and free it. Raises what is wrong with the engine.
+    async def probe(self, prompt: tuple[int, ...], image: MediaFile, context: Context) -> None:
+        """Let the engine encode `image`, and free it. Raises the errors of the engine.
 
-        That it refuses the prompt is an answer: not every model says how a prompt with a picture is written.
+        A refused prompt counts as an answer: not every model defines how a prompt with an image is written.
         """
         with self._tracker.track(context, len(prompt)) as tracked:
-            work = EncodeWork(request_id=tracked.request_id, token_ids=prompt, media=(picture,))
+            work = EncodeWork(request_id=tracked.request_id, token_ids=prompt, media=(image,))
             try:
                 await tracked.scope.wait(self._engine.encode(work))
             except InvalidRequest as refusal:
-                log.debug("%s the trial was refused: %s", tracked.request_id, refusal.message)
+                level = logging.DEBUG if self._probe_refused else logging.WARNING
+                log.log(level, "%s the engine refused to encode the probe: %s", tracked.request_id, refusal.message)
+                self._probe_refused = True
             finally:
                 await abort(self._engine, tracked.request_id, self._tracker.limits.abort_timeout_s)
 
-    async def _make(self, work: EncodeWork, tracked: TrackedRequest) -> tuple[dict[str, object], Lease]:
+    async def _encode(self, work: EncodeWork, tracked: TrackedRequest) -> tuple[dict[str, object], Lease]:
         encoded = await tracked.scope.wait(self._engine.encode(work))
         tracked.scope.check()
         tracked.lifecycle.advance(State.SUBMITTED)
@@ -91,16 +106,3 @@ class EncodeHandler:
         ticket = new_ticket(self._producer.address, 0, 1)
         lease = self._producer.offer(ticket, tracked.prompt_tokens)
         return params_of(ticket, encoded.params), lease
-
-    def _named(self, request: GenerateRequest) -> tuple[MediaUrl, ...]:
-        """Return what is to be encoded. Raises InvalidRequest or Unsupported before anything is fetched."""
-        can = self._engine.capabilities
-        if not request.token_ids:
-            raise InvalidRequest("token_ids: the prompt is empty")
-        named = named_media(request)
-        if not named:
-            raise InvalidRequest("multi_modal_data: there is nothing to encode")
-        for each in named:
-            if each.modality not in can.modalities:
-                raise Unsupported(f"{each.place}: this engine encodes {', '.join(sorted(can.modalities))} only")
-        return named

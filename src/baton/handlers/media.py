@@ -1,81 +1,98 @@
-"""The media of a request on their way to the engine: fetched here, or encoded by another worker that holds them.
+"""Media input: the media of a request are fetched here, or were encoded by an encode worker that holds them.
 
-What another worker holds is on loan: it is claimed before the engine is told of it, and the other worker hears when it
-has been used, or is not wanted any more.
+Encoded media are claimed before the engine gets their handles. The claim confirms to the encode worker that they have
+been read, or gives them up.
 """
+
+from types import TracebackType
+
+import msgspec
 
 from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
 from baton.handlers.tickets import encoder_ticket
-from baton.ports.engine import Capabilities
+from baton.ports.engine import Capabilities, Work
 from baton.ports.media import MediaLoader
 from baton.ports.transfer import Claim, Consumer
 from baton.protocol.media import Media, MediaHandles, MediaUrl
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import TrackedRequest
 
-FETCHED = ("http://", "https://", "data:")
+URL_SCHEMES = ("http://", "https://", "data:")
 
 
 class LoadedMedia:
-    """The media of one request, ready for the engine."""
+    """The media of one request, ready for the engine. As a context manager, it closes them."""
 
     def __init__(self, items: tuple[Media, ...] = (), claim: Claim | None = None) -> None:
         self.items = items
         self._claim = claim
+
+    async def __aenter__(self) -> "LoadedMedia":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def attach(self, work: Work) -> Work:
+        """Return `work` with these media."""
+        return msgspec.structs.replace(work, media=self.items) if self.items else work
 
     def used(self) -> None:
         """The engine has read them. Idempotent."""
         if self._claim is not None:
             self._claim.taken()
 
-    def passed_on(self) -> "LoadedMedia":
-        """Return the same media for another owner; closing these does nothing from now on."""
+    def transfer(self) -> "LoadedMedia":
+        """Return the same media for a new owner; closing this one has no effect from now on."""
         claim, self._claim = self._claim, None
         return LoadedMedia(self.items, claim)
 
     async def close(self) -> None:
-        """They are not wanted any more. Idempotent."""
+        """Give up what has not been read. Idempotent."""
         if self._claim is not None:
             await self._claim.close()
 
 
 class MediaInput:
-    """How media get in at one worker: `loader` for those that a request names, `borrower` for those held elsewhere."""
+    """Loads media at one worker: `loader` fetches those that a request names, `consumer` claims encoded ones."""
 
     def __init__(self, loader: MediaLoader | None = None, consumer: Consumer | None = None) -> None:
         self._loader = loader
         self._consumer = consumer
 
     async def load(self, request: GenerateRequest, tracked: TrackedRequest, can: Capabilities) -> LoadedMedia:
-        """Return the media of `request` for an engine that `can`; whoever asks closes them.
+        """Return the media of a request that has passed admission; the caller closes them.
 
-        Raises Unsupported, InvalidRequest, PeerLost, or what the call is ended with.
+        Raises Unsupported, InvalidRequest, PeerLost, or the error that the cancel scope fires with.
         """
         if request.encoder_result is not None:
             return await self._claim(request.encoder_result, tracked, can)
         if not request.media:
             return LoadedMedia()
-        _refuse_unread(request, can)
         if self._loader is None:
-            raise Unsupported("multi_modal_data: this worker fetches no media")
+            raise Unsupported("multi_modal_data: this worker does not fetch media")
         return LoadedMedia(await tracked.scope.wait(self._loader.load(named_media(request))))
 
     async def close(self) -> None:
-        """Give up what is held open. Idempotent."""
+        """Close the loader. Idempotent."""
         if self._loader is not None:
             await self._loader.close()
 
     async def _claim(self, result: dict[str, object], tracked: TrackedRequest, can: Capabilities) -> LoadedMedia:
         if not can.media_handles or self._consumer is None:
-            raise Unsupported("encoder_result: this engine does not read what encode workers hold")
+            raise Unsupported("encoder_result: this engine does not read media from encode workers")
         ticket, params = encoder_ticket(result)
 
         def lost(error: BatonError) -> None:
-            tracked.scope.fire(PeerLost(f"what an encode worker held for this request is gone: {error.message}"))
+            tracked.scope.fire(
+                PeerLost(f"the media that an encode worker held for this request are lost: {error.message}")
+            )
 
         claim = self._consumer.claim(ticket, lambda: None, lost)
         try:
-            # Until the room is ours, what the parameters name may have been freed, and be somebody else's by now.
+            # Until the claim is accepted, the handles may name memory that has been freed and used again.
             await tracked.scope.wait(claim.claimed())
         except BaseException:
             await claim.close()
@@ -85,25 +102,13 @@ class MediaInput:
 
 def named_media(request: GenerateRequest) -> tuple[MediaUrl, ...]:
     """Return the media that `request` names, in its order. Raises InvalidRequest or Unsupported."""
-    found: list[MediaUrl] = []
+    named: list[MediaUrl] = []
     for kind, items in (request.media or {}).items():
         for number, item in enumerate(items):
             place = f"multi_modal_data.{kind}[{number}]"
             if item.url is None:
-                raise Unsupported(f"{place}: media that the frontend has decoded is not taken; send a URL")
-            if not item.url[:8].lower().startswith(FETCHED):
-                raise InvalidRequest(f"{place}: only {', '.join(FETCHED)} URLs are fetched")
-            found.append(MediaUrl(modality=kind.removesuffix("_url"), url=item.url, place=place))
-    return tuple(found)
-
-
-def _refuse_unread(request: GenerateRequest, can: Capabilities) -> None:
-    for kind in request.media or ():
-        if kind.removesuffix("_url") in can.modalities:
-            continue
-        if can.media_handles:
-            raise Unsupported(
-                f"multi_modal_data.{kind}: this engine takes media from encode workers, and none has encoded them:"
-                " none is there, or it could not"
-            )
-        raise Unsupported(f"multi_modal_data.{kind}: this engine takes {', '.join(sorted(can.modalities))} only")
+                raise Unsupported(f"{place}: media decoded by the frontend are not supported; send a URL")
+            if not item.url[:8].lower().startswith(URL_SCHEMES):
+                raise InvalidRequest(f"{place}: only {', '.join(URL_SCHEMES)} URLs are supported")
+            named.append(MediaUrl(modality=kind.removesuffix("_url"), url=item.url, place=place))
+    return tuple(named)

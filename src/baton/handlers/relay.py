@@ -1,12 +1,12 @@
-"""From an engine's stream to chunks: merged, counted, and aborted on every way out but the regular one."""
+"""From an engine's stream to chunks: merged, counted, and aborted unless every choice has finished."""
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from typing import Protocol
 
 from baton.errors import BatonError, EngineFailed
+from baton.handlers.kv_handoff import KvHandoff
 from baton.ports.engine import AbortableEngine, GenerateEngine, Work
 from baton.protocol.ids import RequestId
 from baton.protocol.lifecycle import State
@@ -16,90 +16,109 @@ from baton.request.tracker import RequestLimits, TrackedRequest
 log = logging.getLogger(__name__)
 
 
-class Handover(Protocol):
-    """What a role does about KV that comes from another worker, or goes to one, while its work runs."""
-
-    def begin(self) -> list[Chunk]:
-        """The engine knows the work; return what is to be sent before anything else. May raise, like the engine."""
-
-    def take(self, outputs: list[Output]) -> list[Output]:
-        """See to what is said about KV; return the rest."""
-
-    async def end(self) -> None:
-        """The work is about to be aborted, or has ended: see that nobody fetches anything for it any more."""
-
-
 async def relay(
-    engine: GenerateEngine, work: Work, tracked: TrackedRequest, limits: RequestLimits, handover: Handover | None = None
+    engine: GenerateEngine, work: Work, tracked: TrackedRequest, limits: RequestLimits, handoff: KvHandoff | None = None
 ) -> AsyncGenerator[Chunk, None]:
     """Submit `work` and yield its chunks; the last one carries the finish reason and the usage.
 
-    Chunks leave as soon as there is something to send, but at most once every `flush_interval_s`: tokens that come
-    faster are joined. When the iterator ends before the last chunk, the engine has confirmed an abort or has run out of
-    `abort_timeout_s`.
+    Chunks are sent as soon as there is something to send, but at most once every `flush_interval_s`: tokens that come
+    faster are joined. When the iterator ends before the last chunk, the handoff has ended and the engine has confirmed
+    an abort or exceeded `abort_timeout_s`.
     """
     tracked.scope.check()
-    open_choices = work.sampling.n or 1
-    stream = engine.submit(work)
-    tracked.lifecycle.advance(State.SUBMITTED)
+    answer = _Answer(work, tracked)
     try:
+        stream = engine.submit(work)
+        tracked.lifecycle.advance(State.SUBMITTED)
         tracked.scope.on_fire(stream.fail)
-        for chunk in handover.begin() if handover is not None else ():
+        for chunk in handoff.begin() if handoff is not None else ():
             yield chunk
         clock = asyncio.get_running_loop().time
         not_before = 0.0
-        while open_choices:
+        while answer.open_choices:
             outputs = await stream.read(not_before)
             not_before = clock() + limits.flush_interval_s
             if not outputs:
                 raise EngineFailed("the engine ended the stream without a finish reason")
-            if handover is not None and not (outputs := handover.take(outputs)):
-                continue
-            if tracked.first_output_at is None:
-                tracked.first_output_at = time.perf_counter()
-                tracked.lifecycle.advance(State.STREAMING)
-            if len(outputs) == 1 and isinstance(delta := outputs[0], TokenDelta):  # nearly always
-                tracked.completion_tokens += len(delta.token_ids)
-                yield Chunk(delta.token_ids, delta.index, delta.logprobs)
-                continue
-            open_choices -= sum(type(output) is Finished for output in outputs)
-            for chunk in _chunks(outputs, work, tracked, last=not open_choices):
+            if handoff is not None:
+                outputs = handoff.filter(outputs)
+            for chunk in answer.push(outputs):
                 yield chunk
     finally:
-        if handover is not None:
-            await handover.end()
-        if open_choices:
+        finished = not answer.open_choices
+        if handoff is not None or not finished:
+            # A second cancellation ends the wait, not the clean-up.
+            await asyncio.shield(_release(engine, work, limits, handoff, finished))
+
+
+async def _release(
+    engine: GenerateEngine, work: Work, limits: RequestLimits, handoff: KvHandoff | None, finished: bool
+) -> None:
+    """End the handoff, then abort what has not finished: no KV may be written into blocks that are free."""
+    try:
+        if handoff is not None:
+            await handoff.end()
+    finally:
+        if not finished:
             await abort(engine, work.request_id, limits.abort_timeout_s)
 
 
-def _chunks(outputs: list[Output], work: Work, tracked: TrackedRequest, last: bool) -> list[Chunk]:
-    """Return one chunk for each choice that has something to say; usage is on the very last one."""
-    deltas: dict[int, TokenDelta] = {}
-    ends: list[Finished] = []
-    chunks: list[Chunk] = []
-    for output in outputs:
-        match output:
-            case TokenDelta():
-                deltas[output.index] = output
-                tracked.completion_tokens += len(output.token_ids)
-            case Finished():
-                ends.append(output)
-                if output.cached_tokens is not None:
-                    tracked.cached_tokens = output.cached_tokens
-            case HandoffReady():
-                chunks.append(Chunk([], disaggregated_params=output.params))
-    for end in ends:
-        delta = deltas.pop(end.index, None)
-        usage = _usage(tracked) if last and end is ends[-1] else None
+class _Answer:
+    """The chunks and the counts of one request."""
+
+    __slots__ = ("_tracked", "_work", "open_choices")
+
+    def __init__(self, work: Work, tracked: TrackedRequest) -> None:
+        self._work = work
+        self._tracked = tracked
+        self.open_choices = work.sampling.n or 1
+
+    def push(self, outputs: list[Output]) -> list[Chunk]:
+        """Return the chunks to send for `outputs`."""
+        if not outputs:
+            return []
+        tracked = self._tracked
+        if tracked.first_output_at is None:
+            tracked.first_output_at = time.perf_counter()
+            tracked.lifecycle.advance(State.STREAMING)
+        if len(outputs) == 1 and isinstance(delta := outputs[0], TokenDelta):  # nearly always
+            tracked.completion_tokens += len(delta.token_ids)
+            return [Chunk(delta.token_ids, delta.index, delta.logprobs)]
+        return self._merge(outputs)
+
+    def _merge(self, outputs: list[Output]) -> list[Chunk]:
+        """Return one chunk for each choice with output; the last chunk of all carries the usage."""
+        deltas: dict[int, TokenDelta] = {}
+        ends: list[Finished] = []
+        handoffs: list[Chunk] = []
+        for output in outputs:
+            match output:
+                case TokenDelta():
+                    deltas[output.index] = output
+                    self._tracked.completion_tokens += len(output.token_ids)
+                case Finished():
+                    ends.append(output)
+                case HandoffReady():
+                    handoffs.append(Chunk([], disaggregated_params=output.params))
+        last_chunks = [self._end_choice(end, deltas.pop(end.index, None)) for end in ends]
+        running = [Chunk(delta.token_ids, delta.index, delta.logprobs) for delta in deltas.values()]
+        return [*running, *handoffs, *last_chunks]
+
+    def _end_choice(self, end: Finished, delta: TokenDelta | None) -> Chunk:
+        tracked = self._tracked
+        self.open_choices -= 1
+        if end.cached_tokens is not None:
+            tracked.cached_tokens = end.cached_tokens
+        usage = None
+        if not self.open_choices:
+            usage = Usage(tracked.prompt_tokens, tracked.completion_tokens, tracked.cached_tokens)
         tokens, logprobs = (delta.token_ids, delta.logprobs) if delta else ([], None)
-        prompt = None if end.prompt_logprobs is None else _by_token(work.token_ids, end.prompt_logprobs)
-        chunks.append(Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage, prompt_logprobs=prompt))
-    chunks[:0] = [Chunk(delta.token_ids, delta.index, delta.logprobs) for delta in deltas.values()]
-    return chunks
+        prompt = None if end.prompt_logprobs is None else _by_token(self._work.token_ids, end.prompt_logprobs)
+        return Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage, prompt_logprobs=prompt)
 
 
 def _by_token(prompt: tuple[int, ...], logprobs: Logprobs) -> list[dict[str, dict[str, float]] | None]:
-    """Return one entry for each token of the prompt: nothing for the first, else the token's own and alternatives."""
+    """Return one entry for each token of the prompt: None for the first, else its log-probability and alternatives."""
     entries: list[dict[str, dict[str, float]] | None] = [None]
     for number, (token, chosen) in enumerate(zip(prompt[1:], logprobs.chosen, strict=True)):
         entry = {str(token): {"logprob": chosen}}
@@ -109,17 +128,13 @@ def _by_token(prompt: tuple[int, ...], logprobs: Logprobs) -> list[dict[str, dic
     return entries
 
 
-def _usage(tracked: TrackedRequest) -> Usage:
-    return Usage(tracked.prompt_tokens, tracked.completion_tokens, tracked.cached_tokens)
-
-
 async def abort(engine: AbortableEngine, request_id: RequestId, abort_timeout_s: float) -> None:
-    """Abort at the engine even if our own task is being cancelled; give up waiting after `abort_timeout_s`."""
+    """Abort at the engine, even if the calling task is cancelled; stop waiting after `abort_timeout_s`."""
     task = asyncio.ensure_future(engine.abort(request_id))
     try:
         await asyncio.wait_for(asyncio.shield(task), abort_timeout_s)
     except TimeoutError:
         log.error("%s the engine did not confirm an abort within %g s", request_id, abort_timeout_s)
         task.cancel()
-    except BatonError as error:  # the request has its own reason to end, which must not be lost for this one
+    except BatonError as error:  # logged, not raised: it would replace the error that ended the request
         log.error("%s the engine did not abort: %s", request_id, error.message)

@@ -1,8 +1,8 @@
-"""Stop strings on growing text: what may be the beginning of one is held back until it is clear. Pure."""
+"""Stop strings on streamed text: text that may begin a stop string is held back until that is decided. Pure."""
 
 
 class StopMatcher:
-    """Watches the text of one choice."""
+    """Matches stop strings in the text of one choice."""
 
     __slots__ = ("_held", "_longest", "_stops", "stopped")
 
@@ -13,7 +13,7 @@ class StopMatcher:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """Return the text that can be shown now. Sets `stopped` when a stop string is complete; it is not shown."""
+        """Return the text to send now. Sets `stopped` when a stop string is complete; the stop string is not sent."""
         if not self._stops:
             return text
         text = self._held + text
@@ -21,18 +21,18 @@ class StopMatcher:
         if found:
             self.stopped = True
             self._held = ""
-            _, place = min(found)  # the first to be complete, as if the text had come letter by letter
+            _, place = min(found)  # the first to be complete, as if the text had arrived letter by letter
             return text[:place]
-        keep = self._possible_beginning(text)
+        keep = self._possible_prefix(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Return what was held back, now that nothing more comes."""
+        """Return the text held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
-    def _possible_beginning(self, text: str) -> int:
+    def _possible_prefix(self, text: str) -> int:
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length

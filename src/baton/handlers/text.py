@@ -1,4 +1,4 @@
-"""Text in, text out: the aggregated role for workers that own the tokenizer, template and stop strings."""
+"""The aggregated role in text format: this worker owns the tokenizer, the chat template and the stop strings."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from contextlib import aclosing
 from functools import partial
 
 from baton.errors import InvalidRequest, Unsupported
-from baton.handlers.build_work import build_work
+from baton.handlers.admission import admit
 from baton.handlers.relay import relay
 from baton.handlers.stop_strings import StopMatcher
 from baton.ports.engine import EngineInfo, GenerateEngine
@@ -39,7 +39,7 @@ class TextHandler:
                 stop=request.stop_conditions(),
                 sampling=request.sampling(),
             )
-            work = build_work(inner, tracked.request_id, self._info, self._engine.capabilities, context.trace_headers)
+            work = admit(inner, tracked.request_id, self._info, self._engine.capabilities, context.trace_headers)
             answer = _Answer(request, context, self._tokenizer, inner.choices)
             async with aclosing(relay(self._engine, work, tracked, self._tracker.limits)) as chunks:
                 async for chunk in chunks:
@@ -50,7 +50,7 @@ class TextHandler:
 
     def _tokenize(self, request: TextRequest) -> list[int]:
         for field in request.token_format_only():
-            raise Unsupported(f"{field}: not served by workers that accept text; use --model-input tokens")
+            raise Unsupported(f"{field}: workers with --model-input text do not support it; use --model-input tokens")
         if request.messages is not None:
             if not request.messages:
                 raise InvalidRequest("messages: the list is empty")
@@ -58,7 +58,7 @@ class TextHandler:
         match request.prompt:
             case str(text) | (str(text),):
                 return self._tokenizer.encode(text)
-            case tuple(tokens) if tokens and all(isinstance(token, int) and token >= 0 for token in tokens):
+            case tuple(tokens) if all(isinstance(token, int) for token in tokens):
                 return [int(token) for token in tokens]
             case _:
                 raise InvalidRequest("prompt: expected one text or one list of token ids")
@@ -89,7 +89,7 @@ class _Answer:
         return not self._open
 
     def push(self, chunk: Chunk, tracked: TrackedRequest) -> list[TextChunk]:
-        """Return what there is to show after `chunk`."""
+        """Return the text chunks to send after `chunk`."""
         index, stops = chunk.index, self._stops[chunk.index]
         if index not in self._open:
             return []
@@ -109,7 +109,7 @@ class _Answer:
         return chunks
 
     def _decode(self, index: int, token_ids: list[int]) -> str:
-        """Return the text to show for these tokens; those after a stop string are neither shown nor counted."""
+        """Return the text of these tokens; tokens after a stop string are neither sent nor counted."""
         decoder, stops = self._decoders[index], self._stops[index]
         text = ""
         for token in token_ids:

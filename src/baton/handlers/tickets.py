@@ -1,4 +1,4 @@
-"""Tickets for what other workers hold: read from what the frontend sends, made where it leaves that to us."""
+"""Tickets for KV and media that other workers hold: read from requests, created here, written to chunks."""
 
 import secrets
 from typing import Annotated
@@ -16,8 +16,8 @@ SECRET_BYTES = 16
 _PREFILL = "prefill_result.disaggregated_params"
 
 
-class _Written(msgspec.Struct, frozen=True):
-    """A ticket in words of ours."""
+class _WireTicket(msgspec.Struct, frozen=True):
+    """A ticket on the wire."""
 
     host: Annotated[str, Meta(min_length=1)]
     port: Port
@@ -26,12 +26,12 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 class _Params(msgspec.Struct, frozen=True):
-    """What a late hand-off or an encode worker tells: our ticket, and what the engines tell each other by themselves.
+    """The parameters of a late handoff or of an encode worker: our ticket, and the engine's own parameters.
 
-    Both are a level down: of a `bootstrap_room` on top the frontend would make a room of its own.
+    Both are nested: the frontend would read a `bootstrap_room` at the top level as a room of its own.
     """
 
-    ticket: _Written
+    ticket: _WireTicket
     engine: dict[str, object] = {}
 
 
@@ -45,13 +45,13 @@ def ticket_of(request: GenerateRequest) -> Ticket | None:
 
 
 def encoder_ticket(result: dict[str, object]) -> tuple[Ticket, dict[str, object]]:
-    """Return the ticket in an `encoder_result`, and what the engine said. Raises InvalidRequest."""
+    """Return the ticket in an `encoder_result` and the engine's parameters. Raises InvalidRequest."""
     params = _read(result, "encoder_result")
     return _ticket(params.ticket, "encoder_result"), params.engine
 
 
-def for_engine(result: PrefillResult) -> PrefillResult:
-    """Return `result` with nothing in it but what the prefill's engine said. Raises InvalidRequest."""
+def engine_params(result: PrefillResult) -> PrefillResult:
+    """Return `result` with only the parameters of the prefill's engine. Raises InvalidRequest."""
     return msgspec.structs.replace(result, disaggregated_params=_read(result.disaggregated_params, _PREFILL).engine)
 
 
@@ -62,25 +62,30 @@ def _read(raw: dict[str, object], place: str) -> _Params:
         raise InvalidRequest(f"{place}: {error}") from None
 
 
-def _ticket(written: _Written, place: str) -> Ticket:
+def _ticket(wire: _WireTicket, place: str) -> Ticket:
     try:
-        secret = bytes.fromhex(written.secret)
+        secret = bytes.fromhex(wire.secret)
     except ValueError as error:
         raise InvalidRequest(f"{place}.ticket.secret: {error}") from None
-    return Ticket(host=written.host, port=written.port, room=written.room, secret=secret)
+    return Ticket(host=wire.host, port=wire.port, room=wire.room, secret=secret)
 
 
 def ticket_from(bootstrap: Bootstrap) -> Ticket:
-    """Return the ticket that the frontend gave to both sides. Raises InvalidRequest for one without a secret."""
-    given = bootstrap.handoff_id
-    secret = given.encode() if isinstance(given, str) else bytes(given) if isinstance(given, bytes | bytearray) else b""
+    """Return the ticket that the frontend sent to both workers. Raises InvalidRequest for one without a secret."""
+    match bootstrap.handoff_id:
+        case str(text):
+            secret = text.encode()
+        case bytes() | bytearray() as data:
+            secret = bytes(data)
+        case _:
+            secret = b""
     if not secret:
-        raise InvalidRequest("bootstrap_info.handoff_id: missing; without it anybody could take the KV of the room")
+        raise InvalidRequest("bootstrap_info.handoff_id: missing; it is the secret that protects the KV of the room")
     return Ticket(host=bootstrap.host, port=bootstrap.port, room=bootstrap.room, secret=secret)
 
 
 def new_ticket(address: tuple[str, int], dp_rank: int, dp_size: int) -> Ticket:
-    """Return a ticket of our own; the room's remainder by `dp_size` is the rank that holds the KV."""
+    """Return a ticket with a random room, whose remainder by `dp_size` is the rank that holds the KV."""
     host, port = address
     rounds = (2**ROOM_BITS - 1 - dp_rank) // dp_size
     room = secrets.randbelow(rounds + 1) * dp_size + dp_rank
@@ -88,6 +93,6 @@ def new_ticket(address: tuple[str, int], dp_rank: int, dp_size: int) -> Ticket:
 
 
 def params_of(ticket: Ticket, engine: dict[str, object] | None = None) -> dict[str, object]:
-    """Return the ticket, and what the engine says, as the frontend hands them on to another worker."""
-    written = {"host": ticket.host, "port": ticket.port, "room": ticket.room, "secret": ticket.secret.hex()}
-    return {"ticket": written} if engine is None else {"ticket": written, "engine": engine}
+    """Return the ticket and the engine's parameters in the form that the frontend forwards to another worker."""
+    wire = {"host": ticket.host, "port": ticket.port, "room": ticket.room, "secret": ticket.secret.hex()}
+    return {"ticket": wire} if engine is None else {"ticket": wire, "engine": engine}

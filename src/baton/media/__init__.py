@@ -1,1 +1,1 @@
-"""Media that requests name: fetched under the worker's access policy, and read as what they are."""
+"""Media of requests: fetched under the access policy of the worker, and checked."""

@@ -1,8 +1,9 @@
-"""Fetching one URL under a policy. Every hop is checked, and what was checked is what is connected to."""
+"""Fetches a URL under a policy. Every redirect is checked, and only checked addresses are connected to."""
 
 import asyncio
 import base64
 import binascii
+import logging
 import socket
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -16,38 +17,41 @@ from baton.errors import InvalidRequest
 from baton.media.policy import Policy, Refused
 from baton.protocol.media import MediaUrl
 
+log = logging.getLogger(__name__)
+
 MAX_HOPS = 5
 CHUNK_BYTES = 256 * 1024
 REDIRECTS = (301, 302, 303, 307, 308)
-# Plain bytes only: what is compressed can be far larger than what is counted on its way.
+# No compression: decompressed data could be far larger than the bytes that the limit counts.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": "baton"}
 
 
 class Fetcher:
-    """Fetches under one policy, with connections of its own. Event-loop thread only."""
+    """Fetches under one policy, with its own connections. Event-loop thread only."""
 
     def __init__(self, policy: Policy, resolver: AbstractResolver | None = None) -> None:
         self._policy = policy
         self._resolver = resolver
         self._session: aiohttp.ClientSession | None = None
 
-    async def fetch(self, named: MediaUrl) -> bytes:
-        """Return what is at a URL. Raises InvalidRequest, naming the place."""
+    async def fetch(self, media: MediaUrl) -> bytes:
+        """Return the content of a URL. Raises InvalidRequest with the place of the URL in the request."""
         try:
-            if named.url[:5].lower() == "data:":
-                return await asyncio.to_thread(_read_data_url, named.url, self._policy.options.max_bytes)
+            if media.url[:5].lower() == "data:":
+                return await asyncio.to_thread(_read_data_url, media.url, self._policy.options.max_bytes)
             async with asyncio.timeout(self._policy.options.timeout_s):
-                return await self._get(URL(named.url))
+                return await self._get(URL(media.url))
         except Refused as error:
             problem = str(error)
         except TimeoutError:
-            problem = f"it has not come within {self._policy.options.timeout_s:g} s"
+            problem = f"fetching it took longer than {self._policy.options.timeout_s:g} s"
         except (aiohttp.ClientError, ValueError, OSError) as error:
-            problem = _explain(error)
-        raise InvalidRequest(f"{named.place}: {problem}")
+            problem = _public_reason(error)
+            log.info("%s: %s: %r", media.place, problem, error)
+        raise InvalidRequest(f"{media.place}: {problem}")
 
     async def close(self) -> None:
-        """End every connection. Idempotent."""
+        """Close every connection. Idempotent."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -63,7 +67,7 @@ class Fetcher:
                 if response.status != 200:
                     raise Refused(f"the host answered with status {response.status}")
                 return await self._read(response)
-        raise Refused(f"the host leads on and on, more than {MAX_HOPS} times")
+        raise Refused(f"the host redirects more than {MAX_HOPS} times")
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         limit = self._policy.options.max_bytes
@@ -77,7 +81,7 @@ class Fetcher:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             resolver = _CheckedResolver(self._policy, self._resolver or ThreadedResolver())
-            # Names are looked up, and so checked, for every connection; environment variables name no proxy.
+            # Every connection resolves, and so checks, the host again. Proxies of the environment are not used.
             connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False)
             self._session = aiohttp.ClientSession(
                 connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False, trust_env=False
@@ -86,7 +90,7 @@ class Fetcher:
 
 
 class _CheckedResolver(AbstractResolver):
-    """Gives the connector only addresses that it may connect to, so no second look-up can give another one."""
+    """Resolves hosts to allowed addresses only, so that a second lookup cannot return another one (DNS rebinding)."""
 
     def __init__(self, policy: Policy, inner: AbstractResolver) -> None:
         self._policy = policy
@@ -95,13 +99,13 @@ class _CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return the allowed addresses of `host`. Raises OSError if it has none, for the connector to pass on."""
+        """Return the allowed addresses of `host`. Raises OSError if there are none; the connector passes it on."""
         allowed: list[ResolveResult] = []
         refusal: Refused | None = None
-        for found in await self._inner.resolve(host, port, family):
+        for address in await self._inner.resolve(host, port, family):
             try:
-                self._policy.check_address(found["host"])
-                allowed.append(found)
+                self._policy.check_address(address["host"])
+                allowed.append(address)
             except Refused as error:
                 refusal = error
         if not allowed:
@@ -114,7 +118,7 @@ class _CheckedResolver(AbstractResolver):
 
 
 def _read_data_url(url: str, limit: int) -> bytes:
-    """Return what a data URL holds. Raises Refused."""
+    """Return the content of a data URL. Raises Refused."""
     head, comma, body = url[5:].partition(",")
     if not comma:
         raise Refused("the data URL has no data")
@@ -133,14 +137,14 @@ def _read_data_url(url: str, limit: int) -> bytes:
 
 def _refuse_large(size: int, limit: int) -> None:
     if size > limit:
-        raise Refused(f"it is larger than the {limit} bytes that one piece may have")
+        raise Refused(f"it is larger than the limit of {limit} bytes")
 
 
-def _explain(error: Exception) -> str:
-    """Return why in few words: what the client may know, and nothing of what the network looks like from inside."""
+def _public_reason(error: Exception) -> str:
+    """Return the reason for the client. It must not reveal anything about the network of the worker."""
     match error:
         case aiohttp.ClientConnectorDNSError():
-            return _reason(error.os_error, "the host cannot be found")
+            return _policy_reason(error.os_error, "the host cannot be found")
         case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientSSLError():
             return "the host's certificate is not trusted"
         case aiohttp.ClientConnectorError():
@@ -150,5 +154,5 @@ def _explain(error: Exception) -> str:
     return "the host did not send it"
 
 
-def _reason(error: Any, otherwise: str) -> str:
-    return error.strerror if isinstance(error, OSError) and error.errno is None and error.strerror else otherwise
+def _policy_reason(error: Any, default: str) -> str:
+    return error.strerror if isinstance(error, OSError) and error.errno is None and error.strerror else default

@@ -1,4 +1,4 @@
-"""The MediaLoader of a worker: all media of a request, each fetched under the policy, images looked at."""
+"""The MediaLoader of a worker: fetches all media of a request under the policy, and checks images."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from baton.protocol.media import MediaFile, MediaUrl
 
 
 class PolicyLoader:
-    """A MediaLoader (see `ports/media.py`). Raises ConfigError for options that make no sense."""
+    """A MediaLoader (see `ports/media.py`). Raises ConfigError for invalid options."""
 
     def __init__(self, options: MediaOptions, fetcher: Fetcher | None = None) -> None:
         self._options = options
         self._fetcher = fetcher or Fetcher(Policy(options))
 
-    async def load(self, named: Sequence[MediaUrl]) -> tuple[MediaFile, ...]:
+    async def load(self, media: Sequence[MediaUrl]) -> tuple[MediaFile, ...]:
         """See `MediaLoader.load`."""
-        if len(named) > self._options.max_items:
+        if len(media) > self._options.max_items:
             raise InvalidRequest(
-                f"multi_modal_data: {len(named)} pieces are more than the {self._options.max_items} of a request here"
+                f"multi_modal_data: {len(media)} items exceed the limit of {self._options.max_items} for a request"
             )
         try:
             async with asyncio.TaskGroup() as group:
-                loading = [group.create_task(self._load(each)) for each in named]
+                loading = [group.create_task(self._load(each)) for each in media]
         except ExceptionGroup as problems:
             raise problems.exceptions[0] from None
         return tuple(task.result() for task in loading)
@@ -35,8 +35,8 @@ class PolicyLoader:
         """See `MediaLoader.close`."""
         await self._fetcher.close()
 
-    async def _load(self, named: MediaUrl) -> MediaFile:
-        file = MediaFile(modality=named.modality, data=await self._fetcher.fetch(named), place=named.place)
+    async def _load(self, media: MediaUrl) -> MediaFile:
+        file = MediaFile(modality=media.modality, data=await self._fetcher.fetch(media), place=media.place)
         if file.modality == "image":
             await asyncio.to_thread(check_image, file, self._options.max_pixels)
         return file

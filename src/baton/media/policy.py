@@ -1,7 +1,7 @@
-"""What a worker may fetch for its clients: pure checks, made before every connection.
+"""Which URLs and addresses a worker may fetch for its clients: pure checks before every connection.
 
-A client that names a URL makes this worker ask for it, from inside the network that the worker is in. So nothing is
-asked of an address that the client could not reach from outside, unless the operator has said so.
+A worker fetches a client's URL from inside its own network (server-side request forgery). So it only connects to public
+addresses, unless the operator allows others.
 """
 
 import ipaddress
@@ -12,7 +12,7 @@ from baton.config.media import MediaOptions
 from baton.errors import ConfigError
 
 SCHEMES = ("http", "https")
-# Addresses of IPv6 that a gateway turns into the IPv4 address in their last four bytes.
+# IPv6 addresses that a gateway translates into the IPv4 address in their last four bytes.
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -20,11 +20,11 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Refused(Exception):
-    """It is not fetched; the message says why."""
+    """The policy refuses a URL or an address; the message is the reason for the client."""
 
 
 class Policy:
-    """The options, read once. Raises ConfigError for a network that is none."""
+    """The parsed options. Raises ConfigError for an invalid network."""
 
     def __init__(self, options: MediaOptions) -> None:
         self.options = options
@@ -32,23 +32,26 @@ class Policy:
         self._networks = tuple(_network(text.strip()) for text in options.private.split(",") if text.strip())
 
     def check_url(self, url: URL) -> None:
-        """Raise Refused unless `url` may be asked for, as far as can be told without asking for its address."""
+        """Raise Refused unless `url` may be fetched. Host names are checked again when they are resolved."""
         if url.scheme not in SCHEMES:
-            raise Refused("only http, https and data URLs are fetched")
+            raise Refused("only http, https and data URLs are supported")
         host = (url.raw_host or "").rstrip(".")
         if not host:
-            raise Refused("the URL names no host")
+            raise Refused("the URL has no host")
         if url.user is not None or url.password is not None:
-            raise Refused("the URL carries a user's name or password")
-        if self._domains and not any(host == name or host.endswith(f".{name}") for name in self._domains):
-            raise Refused(f"{host} is not among the hosts that media are fetched from")
-        if _looks_numeric(host):
+            raise Refused("the URL contains a user name or password")
+        if not self._allows_host(host):
+            raise Refused(f"{host} is not an allowed media host")
+        if _is_numeric(host):
             self.check_address(host)
+
+    def _allows_host(self, host: str) -> bool:
+        return not self._domains or any(host == name or host.endswith(f".{name}") for name in self._domains)
 
     def check_address(self, address: str) -> None:
         """Raise Refused unless a connection to `address` is allowed."""
         try:
-            parsed = _inner(ipaddress.ip_address(address.partition("%")[0]))
+            parsed = _effective(ipaddress.ip_address(address.partition("%")[0]))
         except ValueError:
             raise Refused(f"{address} is not an address") from None
         if any(parsed in network for network in self._networks):
@@ -64,13 +67,13 @@ def _network(text: str) -> Network:
         raise ConfigError(f"--media-private: {error}") from None
 
 
-def _looks_numeric(host: str) -> bool:
-    """Whether `host` would be connected to without being looked up. Some that look so, like 127.1, are no addresses."""
+def _is_numeric(host: str) -> bool:
+    """Return whether `host` is used without a lookup. Some of these, like 127.1, are not valid addresses."""
     return ":" in host or host.replace(".", "").isdigit()
 
 
-def _inner(address: Address) -> Address:
-    """Return where packets to `address` end up: some addresses of IPv6 carry one of IPv4."""
+def _effective(address: Address) -> Address:
+    """Return the address that packets are delivered to: some IPv6 addresses embed an IPv4 address."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if address in NAT64:

@@ -1,1 +1,1 @@
-"""Models on disk: finding their directory, reading their configuration, their tokenizer and chat template."""
+"""Models on disk: finding their directory, reading their configuration, tokenizer and chat template."""

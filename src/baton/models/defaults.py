@@ -1,4 +1,4 @@
-"""How a model samples when a request does not say: its generation_config.json."""
+"""Default sampling parameters of a model, from its generation_config.json."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +12,10 @@ from baton.protocol.requests import Share, Temperature, TokenId
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model's generation_config.json says; what it does not say is OpenAI's default.
+    """Sampling parameters for requests that do not set them. None is OpenAI's default.
 
-    `do_sample` is not read: with it absent or false the file still means its numbers for whoever samples, and a client
-    that says nothing expects temperature 1.
+    `do_sample` is ignored: the other parameters apply even if it is absent or false, and a client that does not set a
+    temperature expects 1.
     """
 
     temperature: Temperature | None = None
@@ -27,12 +27,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """The tokens that end a generation."""
         return one_or_more(self.eos_token_id)
 
 
 def read_defaults(directory: Path) -> SamplingDefaults:
-    """Return what generation_config.json in `directory` says; a missing file says nothing. Raises ConfigError."""
+    """Return the defaults in `directory`; all None if there is no generation_config.json. Raises ConfigError."""
     path = directory / "generation_config.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)

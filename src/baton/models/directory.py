@@ -1,4 +1,4 @@
-"""Model directories in the Hugging Face layout: where one is, and what its configuration says."""
+"""Model directories in the Hugging Face layout: their location and configuration."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from baton.models.hub import fetch_from_hub, is_hub_id
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a model's config.json that every engine needs."""
+    """The fields of a model's config.json that every engine needs."""
 
     vocab_size: int
     model_type: str = ""
@@ -20,12 +20,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """The tokens that end a generation."""
         return one_or_more(self.eos_token_id)
 
 
 def one_or_more(tokens: int | list[int] | None) -> tuple[int, ...]:
-    """Return the tokens of a field that has none, one, or a list of them."""
+    """Return a field that holds no token, one token or a list, as a tuple."""
     match tokens:
         case None:
             return ()
@@ -38,8 +38,8 @@ def one_or_more(tokens: int | list[int] | None) -> tuple[int, ...]:
 def resolve_model(model: str, cache_dir: Path, weights: bool = True) -> Path:
     """Return the directory of `model`: a demo model, a directory, or a model of the Hugging Face hub, in this order.
 
-    Fetches what is not here, which may take minutes, and blocks meanwhile. Of a hub model without `weights` it is only
-    the small files. Raises ConfigError, saying what to do.
+    Fetches missing files and blocks, possibly for minutes. Without `weights`, only the small files of a hub model are
+    fetched. Raises ConfigError with what to do.
     """
     if model in DEMOS:
         return prepare_demo(DEMOS[model], cache_dir)
@@ -56,7 +56,7 @@ def resolve_model(model: str, cache_dir: Path, weights: bool = True) -> Path:
 
 
 def served_name(model: str) -> str:
-    """Return the name that `model` is served under unless another is asked for."""
+    """Return the default name under which `model` is served."""
     directory = Path(model).expanduser()
     return model if model in DEMOS or not directory.is_dir() else directory.resolve().name
 
@@ -65,22 +65,23 @@ def read_config(directory: Path) -> ModelConfig:
     """Return the configuration of the model in `directory`. Raises ConfigError."""
     path = directory / "config.json"
     try:
-        read = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-        # Of a model that also sees or hears, the part that generates text is a level down.
-        inner = read.get("text_config")
-        told = {name: value for name, value in read.items() if value is not None}
-        return msgspec.convert({**inner, **told} if isinstance(inner, dict) else read, ModelConfig)
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        # Multimodal models configure their language model in a nested object.
+        text_config = content.get("text_config")
+        if isinstance(text_config, dict):
+            content = {**text_config, **{name: value for name, value in content.items() if value is not None}}
+        return msgspec.convert(content, ModelConfig)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def _check(directory: Path, model: str) -> None:
-    """Read what every engine will read, so that what is wrong with it is said before anything starts."""
+    """Raise ConfigError for a missing or broken file that every engine reads, before any process starts."""
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             raise ConfigError(f"model directory {model!r} has no {name}")
     read_config(directory)
     try:
         tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises plain Exception; unread, the frontend would wait for it in vain
+    except Exception as error:  # tokenizers raises plain Exception; the frontend would wait forever for a broken file
         raise ConfigError(f"cannot read {directory / 'tokenizer.json'}: {error}") from error

@@ -1,6 +1,6 @@
-"""A GGUF file as a model directory in the Hugging Face layout: weights, configuration, tokenizer, chat template.
+"""Converts a GGUF file into a model directory in the Hugging Face layout: weights, configuration, tokenizer, template.
 
-It knows Llama models with a SmolLM tokenizer, which is what the demo model is; everything else is refused by name.
+Supports Llama models with a SmolLM tokenizer, like the demo model; all others are refused by name.
 """
 
 import importlib.util
@@ -35,15 +35,15 @@ Report = Callable[[int, int], None]
 
 
 def refuse_without_gguf() -> None:
-    """Raise ConfigError if what reads GGUF files is not installed."""
+    """Raise ConfigError if the package gguf is not installed."""
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"converting the model needs the package gguf, not installed here: {INSTALL}")
+        raise ConfigError(f"converting the model needs the package gguf: {INSTALL}")
 
 
 def convert_gguf(source: Path, target: Path, report: Report) -> None:
-    """Write the model in `source` to the directory `target`, in bfloat16; `report` is told tensors done and in all.
+    """Write the model in `source` to the directory `target`, in bfloat16; `report` gets the finished and total tensors.
 
-    Raises ConfigError if the file is broken or holds another kind of model, or if what reads it is not installed.
+    Raises ConfigError if the file is broken, is another kind of model, or if the package gguf is not installed.
     """
     refuse_without_gguf()
     from gguf import GGUFReader
@@ -94,7 +94,7 @@ def _config(values: _Values, tied: bool) -> dict[str, object]:
         "attention_bias": False,
         "mlp_bias": False,
         "max_position_embeddings": values["llama.context_length"],
-        # Stored as 32-bit floats; the nearest short decimal is the number that was meant.
+        # Stored as 32-bit floats; rounding restores the original decimal.
         "rms_norm_eps": float(f"{values['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_theta": float(f"{values['llama.rope.freq_base']:.6g}"),
         "tie_word_embeddings": tied,
@@ -106,7 +106,7 @@ def _config(values: _Values, tied: bool) -> dict[str, object]:
 
 
 def _write_weights(reader: "GGUFReader", values: _Values, path: Path, report: Report) -> None:
-    """Write a safetensors file: the length of the header, the header, and the tensors one after the other."""
+    """Write a safetensors file: the length of the header, the header, and the tensors in order."""
     from gguf import dequantize
 
     heads = {
@@ -119,30 +119,30 @@ def _write_weights(reader: "GGUFReader", values: _Values, path: Path, report: Re
         end = offset + 2 * int(tensor.n_elements)
         header[_hub_name(tensor.name)] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
         offset = end
-    described = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    described += b" " * (-len(described) % 8)
+    encoded = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
-        file.write(len(described).to_bytes(8, "little") + described)
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
         for number, tensor in enumerate(reader.tensors):
             weight = dequantize(tensor.data, tensor.tensor_type)
-            part = tensor.name.split(".")[-2]
-            file.write(_bfloat16(_unpermute(weight, heads[part]) if part in heads else weight))
+            name = tensor.name.split(".")[-2]
+            file.write(_bfloat16(_unpermute(weight, heads[name]) if name in heads else weight))
             report(number + 1, len(reader.tensors))
 
 
 def _hub_name(name: str) -> str:
-    """Return what Hugging Face calls the tensor. Raises KeyError for one that a Llama does not have."""
+    """Return the Hugging Face name of a tensor. Raises KeyError for a tensor that Llama models do not have."""
     match name.split("."):
-        case ["blk", number, part, "weight"]:
-            return f"model.layers.{number}.{_LAYER[part]}.weight"
-        case [part, "weight"]:
-            return f"{_OUTER[part]}.weight"
+        case ["blk", number, tensor, "weight"]:
+            return f"model.layers.{number}.{_LAYER[tensor]}.weight"
+        case [tensor, "weight"]:
+            return f"{_OUTER[tensor]}.weight"
         case _:
             raise KeyError(name)
 
 
 def _unpermute(weight: "np.ndarray[Any, Any]", heads: int) -> "np.ndarray[Any, Any]":
-    """Put the rows of a q or k projection back: GGUF has the two halves of each head interleaved, row by row."""
+    """Restore the row order of a q or k projection: GGUF interleaves the two halves of each head."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -163,7 +163,7 @@ def _write_tokenizer(values: _Values, target: Path) -> None:
     kinds: list[int] = values["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
-    # SmolLM reads numbers digit by digit; the rest is split as GPT-2 does.
+    # SmolLM splits numbers into digits, and everything else as GPT-2 does.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

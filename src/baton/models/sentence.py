@@ -1,4 +1,4 @@
-"""The sentence-transformers layout: which encoder a model has, and how its token vectors become one vector."""
+"""The sentence-transformers layout: the encoder of a model, and how its token vectors are pooled into one vector."""
 
 import enum
 from pathlib import Path
@@ -10,12 +10,12 @@ from baton.errors import ConfigError
 from baton.models.directory import read_config
 
 ENCODERS = frozenset({"albert", "bert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"})
-# These count positions from after the padding token's.
+# Positions of these models start after that of the padding token.
 _OFFSET_POSITIONS = frozenset({"mpnet", "roberta", "xlm-roberta"})
 
 
 class Pooling(enum.StrEnum):
-    """How the vectors of the tokens become one; several are joined end to end, in this order."""
+    """How the token vectors become one vector. Several results are concatenated in this order."""
 
     CLS = "cls_token"
     MAX = "max_tokens"
@@ -29,7 +29,7 @@ _SHORT = {"cls": Pooling.CLS, "max": Pooling.MAX, "mean": Pooling.MEAN, "lasttok
 
 
 class SentenceLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sentence model's files say."""
+    """The configuration of a sentence model."""
 
     vocabulary: int
     max_tokens: int
@@ -49,61 +49,74 @@ class _SentenceConfig(msgspec.Struct, frozen=True):
 
 
 def is_sentence_model(directory: Path) -> bool:
-    """Whether the model in `directory` embeds, and does not generate. Raises ConfigError."""
+    """Return whether the model in `directory` embeds instead of generating. Raises ConfigError."""
     return (directory / "modules.json").is_file() or read_config(directory).model_type in ENCODERS
 
 
 def read_layout(directory: Path) -> SentenceLayout:
-    """Return how the model in `directory` embeds. Raises ConfigError, naming what is not supported.
+    """Return how the model in `directory` embeds. Raises ConfigError, naming an unsupported architecture or module.
 
-    An encoder without the files of sentence-transformers is pooled by mean, as sentence-transformers itself does.
+    An encoder without the files of sentence-transformers is pooled by mean, as sentence-transformers does.
     """
     config = read_config(directory)
     if config.model_type not in ENCODERS:
-        known = ", ".join(sorted(ENCODERS))
-        raise ConfigError(
-            f"cannot embed with the architecture {config.model_type!r} of {directory}; only with: {known}"
-        )
+        supported = ", ".join(sorted(ENCODERS))
+        raise ConfigError(f"the architecture {config.model_type!r} of {directory} cannot embed; supported: {supported}")
     positions = config.max_position_embeddings or 512
     if config.model_type in _OFFSET_POSITIONS:
         positions -= 2
     sentence = _read(directory / "sentence_bert_config.json", _SentenceConfig) or _SentenceConfig()
-    layout = SentenceLayout(
+    poolings, normalize = _read_modules(directory)
+    return SentenceLayout(
         vocabulary=config.vocab_size,
         max_tokens=min(sentence.max_seq_length or positions, positions),
+        poolings=poolings,
+        normalize=normalize,
         lowercase=sentence.do_lower_case,
     )
-    for module in _read(directory / "modules.json", list[_Module]) or []:
+
+
+def _read_modules(directory: Path) -> tuple[tuple[Pooling, ...], bool]:
+    """Return the poolings, and whether the vector is normalized afterwards."""
+    poolings: tuple[Pooling, ...] = (Pooling.MEAN,)
+    normalize = False
+    path = directory / "modules.json"
+    for module in _read(path, list[_Module]) or []:
         match module.type.rpartition(".")[2]:
             case "Transformer":
                 continue
             case "Pooling":
-                layout = msgspec.structs.replace(layout, poolings=_poolings(directory / module.path / "config.json"))
+                poolings = _read_poolings(directory / module.path / "config.json")
             case "Normalize":
-                layout = msgspec.structs.replace(layout, normalize=True)
+                normalize = True
             case _:
-                raise ConfigError(f"cannot embed with the module {module.type!r} of {directory / 'modules.json'}")
-    return layout
+                raise ConfigError(f"the module {module.type!r} in {path} is not supported")
+    return poolings, normalize
 
 
-def _poolings(path: Path) -> tuple[Pooling, ...]:
+def _read_poolings(path: Path) -> tuple[Pooling, ...]:
     config = _read(path, dict[str, Any])
     if config is None:
         raise ConfigError(f"{path} is missing")
-    named = config.get("pooling_mode")
-    wanted = [_SHORT.get(named, named)] if isinstance(named, str) else []
+    modes = _pooling_modes(config)
+    if not modes:
+        raise ConfigError(f"{path} has no pooling mode")
+    for mode in modes:
+        if mode not in set(Pooling):
+            raise ConfigError(f"the pooling mode {mode!r} in {path} is not supported; supported: {', '.join(Pooling)}")
+    return tuple(pooling for pooling in Pooling if pooling in modes)
+
+
+def _pooling_modes(config: dict[str, Any]) -> list[str]:
+    """Return the modes of a pooling module: one short name, flags named `pooling_mode_...`, or both."""
     prefix = "pooling_mode_"
-    wanted += [key.removeprefix(prefix) for key, value in config.items() if key.startswith(prefix) and value is True]
-    for name in wanted:
-        if name not in set(Pooling):
-            raise ConfigError(f"cannot pool by {name!r}, as {path} asks; only by: {', '.join(Pooling)}")
-    if not wanted:
-        raise ConfigError(f"{path} names no pooling mode")
-    return tuple(pooling for pooling in Pooling if pooling in wanted)
+    modes = [key.removeprefix(prefix) for key, value in config.items() if key.startswith(prefix) and value is True]
+    short = config.get("pooling_mode")
+    return [_SHORT.get(short, short), *modes] if isinstance(short, str) else modes
 
 
 def _read(path: Path, kind: Any) -> Any:
-    """Return the content of a JSON file, or None if it is not there. Raises ConfigError if it is not a `kind`."""
+    """Return the content of a JSON file, None if it does not exist. Raises ConfigError if it is not a `kind`."""
     if not path.is_file():
         return None
     try:

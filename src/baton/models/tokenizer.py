@@ -1,6 +1,7 @@
-"""The tokenizer of a model directory: Hugging Face's tokenizers, and the chat template in a sandbox."""
+"""The tokenizer of a model directory, with Hugging Face's tokenizers, and its chat template in a sandbox."""
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from tokenizers.decoders import DecodeStream
 from baton.errors import ConfigError, InvalidRequest
 from baton.models.sentence import read_layout
 
+log = logging.getLogger(__name__)
+
 
 class HubTokenizer:
     """A Tokenizer (see `ports/tokenizer.py`)."""
@@ -22,16 +25,16 @@ class HubTokenizer:
             self._settings = json.loads((directory / "tokenizer_config.json").read_text())
         except Exception as error:  # tokenizers raises plain Exception
             raise ConfigError(f"cannot read the tokenizer in {directory}: {error}") from error
-        self._template = self._compile(self._settings.get("chat_template") or _template_file(directory))
+        self._template = _read_template(self._settings, directory)
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
-        # Unlike `encode`, this lets other threads go on, the event loop's among them.
+        # Unlike `encode`, this releases the GIL, so the event loop is not blocked.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a whole prompt, with its special tokens."""
+        """Return the text of a whole prompt, including special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def decoder(self) -> "HubDecoder":
@@ -45,16 +48,8 @@ class HubTokenizer:
         special = {key: value for key, value in self._settings.items() if key.endswith("_token")}
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **special)
-        except Exception as error:  # a template fails in its own way on messages it does not expect
+        except Exception as error:  # a template may raise anything for messages that it does not expect
             raise InvalidRequest(f"messages: {error}") from error
-
-    @staticmethod
-    def _compile(template: object) -> jinja2.Template | None:
-        if not isinstance(template, str):
-            return None
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        return environment.from_string(template)
 
 
 class PassageTokenizer:
@@ -66,7 +61,7 @@ class PassageTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # tokenizers raises plain Exception
             raise ConfigError(f"cannot read the tokenizer in {directory}: {error}") from error
-        self._tokenizer.no_truncation()  # a text that is too long is refused, and not cut in silence
+        self._tokenizer.no_truncation()  # the caller refuses a text that is too long; it is never truncated silently
         self._tokenizer.no_padding()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -92,6 +87,19 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _template_file(directory: Path) -> str | None:
+def _read_template(settings: dict[str, object], directory: Path) -> jinja2.Template | None:
+    """Return the compiled chat template, or None if the model has none. Raises ConfigError if it cannot be read."""
     path = directory / "chat_template.jinja"
-    return path.read_text() if path.is_file() else None
+    try:
+        source = settings.get("chat_template") or (path.read_text() if path.is_file() else None)
+        if not isinstance(source, str):
+            if source is not None:
+                log.warning(
+                    "ignoring the chat template in %s: it is a %s, not a string", directory, type(source).__name__
+                )
+            return None
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        return environment.from_string(source)
+    except (OSError, UnicodeError, jinja2.TemplateError) as error:
+        raise ConfigError(f"cannot read the chat template in {directory}: {error}") from error

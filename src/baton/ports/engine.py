@@ -65,7 +65,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine serves, and its limits.
 
-    `vocab_size` is None if the engine cannot tell. `handoff_host` and `handoff_port` are the bootstrap address of an
+    A prompt has at most `max_prompt_tokens`, where that is less than the context. `vocab_size` is None if the engine
+    cannot tell. `handoff_host` and `handoff_port` are the bootstrap address of an
     engine that moves KV by itself; `kv` is the KV cache of one that does not. An engine that is spread over machines
     has one leader; its followers take no work and only publish readings. `group` identifies the nodes of one engine.
     """
@@ -76,6 +77,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     total_blocks: int
     max_running: int
+    max_prompt_tokens: int | None = None
     vocab_size: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     embedding_size: int | None = None

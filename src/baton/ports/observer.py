@@ -1,4 +1,4 @@
-"""What handlers tell the outside about each request: one record at its end."""
+"""The observer: gets one record of each request at its end."""
 
 from typing import Protocol
 
@@ -28,4 +28,4 @@ class Observer(Protocol):
     """Called in the event loop, once per request; must not block or raise."""
 
     def finished(self, record: RequestRecord) -> None:
-        """Take note of a finished request."""
+        """A request has ended."""

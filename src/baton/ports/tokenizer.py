@@ -1,18 +1,18 @@
-"""The tokenizer, for workers that take text. Calls may be slow for long texts: run those off the event loop."""
+"""The tokenizer, for workers with text input. Calls are slow for long texts: run them off the event loop."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class Decoder(Protocol):
-    """The text of one growing answer."""
+    """Decodes the tokens of one answer, as they are generated."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these further tokens complete; a character in parts comes with its last part."""
+        """Return the text that these tokens complete; a character of several tokens is returned with its last one."""
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back, with the model's own chat template. Safe to use from several threads."""
+    """Text to tokens and back, with the model's chat template. Safe to use from several threads."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`, with no special tokens added."""
@@ -21,11 +21,11 @@ class Tokenizer(Protocol):
         """Return a decoder for a new answer; special tokens are left out of its text."""
 
     def render_chat(self, messages: Sequence[dict[str, object]]) -> str:
-        """Return the prompt for a chat. Raises InvalidRequest if the template refuses the messages."""
+        """Return the prompt for a chat. Raises InvalidRequest if the template cannot render the messages."""
 
 
 class TextEncoder(Protocol):
-    """Text to tokens for models that embed. Safe to use from several threads."""
+    """Text to tokens for embedding models. Safe to use from several threads."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, whole and with the special tokens that the model expects around it."""
+        """Return the tokens of each text, not truncated, with the special tokens that the model expects."""

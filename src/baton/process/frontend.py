@@ -7,7 +7,7 @@ from baton.config.settings import Settings
 from baton.errors import BatonError, EngineDead
 from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.frontend import DynamoFrontend
-from baton.status.sd_notify import beat, notify
+from baton.status.sd_notify import notify, send_heartbeats
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ async def _main(settings: Settings) -> int:
         settings.drain_timeout_s,
         backend_timeout_s=settings.request_timeout_s + settings.drain_timeout_s,
     )
-    beating = asyncio.create_task(beat(stop.set), name="heartbeat")
+    beating = asyncio.create_task(send_heartbeats(stop.set), name="heartbeat")
     try:
         await frontend.start()
         log.info("listening on http://%s:%d", settings.host, settings.port)

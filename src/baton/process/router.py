@@ -21,13 +21,13 @@ from baton.process.exit_codes import exit_code
 from baton.process.signals import stop_on_signals
 from baton.request.gate import Gate, GateState
 from baton.request.tracker import RequestLimits, RequestTracker
-from baton.router.files import read_blueprint
 from baton.router.forward import Forwarder
 from baton.router.metrics import RouterMetrics
-from baton.router.plan import PartName
-from baton.router.routes import Routes
+from baton.router.plan import PoolRole
+from baton.router.routing_table import RoutingTable
+from baton.router.topology_file import read_topology
 from baton.runtimes.dynamo.runtime import DynamoRuntime
-from baton.status.sd_notify import beat, notify
+from baton.status.sd_notify import notify, send_heartbeats
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +41,12 @@ LAST_WORDS_S = 5.0
 BLOCK_SIZE = 16
 DEFAULT_CONTEXT = 8192
 
-_ENDPOINTS: dict[PartName, str] = {
+_ENDPOINTS: dict[PoolRole, str] = {
     "prefill": "prefill_generate",
     "decode": "decode_generate",
     "aggregated": "generate",
 }
-_NEEDS: dict[PartName, tuple[tuple[str, ...], ...]] = {"prefill": (("decode",),), "decode": (("prefill",),)}
+_NEEDS: dict[PoolRole, tuple[tuple[str, ...], ...]] = {"prefill": (("decode",),), "decode": (("prefill",),)}
 
 
 def run_router(settings: Settings) -> int:
@@ -84,15 +84,15 @@ class GlobalRouter:
         self._runtime = runtime
         self._file = Path(settings.topology)
         self._stamp: Stamp | None = None
-        self.routes = Routes(runtime)
-        self.observed = RouterMetrics(self.routes.parts)
+        self.routing = RoutingTable(runtime)
+        self.observed = RouterMetrics(self.routing.routers)
         self.gate = Gate(sys.maxsize)
         self._endpoints: list[Endpoint] = []
         self._source = TimedScrape("the runtime", runtime.metrics, METRICS_S)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until `stop` is set, then drain. Raises ConfigError or EngineDead."""
-        beating = asyncio.create_task(beat(stop.set), name="heartbeat")
+        beating = asyncio.create_task(send_heartbeats(stop.set), name="heartbeat")
         try:
             if await _unless(stop, self._start()):
                 on_ready()
@@ -104,13 +104,13 @@ class GlobalRouter:
             self._source.close()
 
     def health(self) -> Health:
-        """See `Subject.health`. A router is as well as its parts: each needs a pool that can take a request."""
+        """See `Subject.health`. Healthy means that every role has a pool with a worker."""
         state: State = "serving"
         if self.gate.state is GateState.DRAINING:
             state = "draining"
         elif not self._endpoints:
             state = "starting"
-        elif self._empty_parts():
+        elif self._empty_roles():
             state = "unhealthy"
         return Health(
             ready=state == "serving",
@@ -134,53 +134,53 @@ class GlobalRouter:
     async def _start(self) -> None:
         """Adopt the plan, wait for workers, and only then be found."""
         self._stamp = _stamp(self._file)
-        blueprint = await asyncio.to_thread(read_blueprint, self._file, self._settings.namespace)
+        topology = await asyncio.to_thread(read_topology, self._file, self._settings.namespace)
         await self._runtime.start()
-        await self.routes.adopt(blueprint.plan)
+        await self.routing.adopt(topology.plan)
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
-                while missing := self._empty_parts():
+                while missing := self._empty_roles():
                     notify(f"STATUS=waiting for workers: {', '.join(missing)}")
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             wanted = ", ".join(
-                state.pool.path for routes in self.routes.parts() if routes.name in missing for state in routes.states
+                state.pool.path for each in self.routing.routers() if each.role in missing for state in each.states
             )
             raise EngineDead(
                 f"no worker for {' and '.join(missing)} within {self._settings.start_timeout_s:g} s;"
                 f" looked for {wanted}"
             ) from None
         limits = RequestLimits(request_timeout_s=self._settings.request_timeout_s)
-        endpoints = [await self._serve(routes.name, limits) for routes in self.routes.parts()]
-        for name, endpoint in endpoints:
-            await endpoint.register_model(self._card(name))
+        endpoints = [await self._serve(router.role, limits) for router in self.routing.routers()]
+        for role, endpoint in endpoints:
+            await endpoint.register_model(self._card(role))
         self._endpoints = [endpoint for _, endpoint in endpoints]
         log.info("routing %s by %s", self._settings.name, self._file)
 
-    async def _serve(self, name: PartName, limits: RequestLimits) -> tuple[PartName, Endpoint]:
-        tracker = RequestTracker(self.gate, limits, self.observed, name, _log_fatal)
-        forwarder = Forwarder(lambda: self.routes.part(name), tracker, self.observed)
-        path = f"{self._settings.namespace}.router.{_ENDPOINTS[name]}"
-        return name, await self._runtime.serve(path, Service(forwarder.generate, _as_is, _as_is))
+    async def _serve(self, role: PoolRole, limits: RequestLimits) -> tuple[PoolRole, Endpoint]:
+        tracker = RequestTracker(self.gate, limits, self.observed, role, _log_fatal)
+        forwarder = Forwarder(lambda: self.routing.router(role), tracker, self.observed)
+        path = f"{self._settings.namespace}.router.{_ENDPOINTS[role]}"
+        return role, await self._runtime.serve(path, Service(forwarder.generate, _as_is, _as_is))
 
-    def _card(self, name: PartName) -> ModelCard:
+    def _card(self, role: PoolRole) -> ModelCard:
         model = Path(self._settings.model)
         return ModelCard(
             name=self._settings.name,
             directory=str(model),
-            surfaces=frozenset({"prefill"}) if name == "prefill" else frozenset({"chat", "completions"}),
-            worker_type=name,
-            needs=_NEEDS.get(name, ()),
+            surfaces=frozenset({"prefill"}) if role == "prefill" else frozenset({"chat", "completions"}),
+            worker_type=role,
+            needs=_NEEDS.get(role, ()),
             context_length=read_config(model).max_position_embeddings or DEFAULT_CONTEXT,
             block_size=BLOCK_SIZE,
             total_blocks=0,
             max_running=0,
         )
 
-    def _empty_parts(self) -> list[str]:
-        """Return the parts for which no pool has a worker."""
-        parts = self.routes.parts()
-        return [routes.name for routes in parts if not any(state.client.instances() for state in routes.states)]
+    def _empty_roles(self) -> list[str]:
+        """Return the roles without a worker in any pool."""
+        routers = self.routing.routers()
+        return [router.role for router in routers if not any(state.client.instances() for state in router.states)]
 
     async def _look_after(self) -> None:
         """Follow the plan's file, and see that discovery has this router. Raises EngineDead once it has not.
@@ -199,10 +199,10 @@ class GlobalRouter:
     async def _change_plan(self) -> None:
         """Adopt the plan anew; one that is not valid changes nothing."""
         try:
-            blueprint = await asyncio.to_thread(read_blueprint, self._file, self._settings.namespace)
-            if set(blueprint.plan.parts) != {routes.name for routes in self.routes.parts()}:
+            topology = await asyncio.to_thread(read_topology, self._file, self._settings.namespace)
+            if set(topology.plan.roles) != {router.role for router in self.routing.routers()}:
                 raise ConfigError("mode: a router that runs cannot change it; start another one")
-            await self.routes.adopt(blueprint.plan)
+            await self.routing.adopt(topology.plan)
         except BatonError as error:
             log.error("the plan has changed and is not taken: %s", error.message)
             self.observed.reloaded("refused")

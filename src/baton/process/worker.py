@@ -31,7 +31,7 @@ from baton.protocol.events import LoadSnapshot
 from baton.request.gate import Gate, GateState
 from baton.request.tracker import RequestLimits, RequestTracker
 from baton.runtimes.dynamo.runtime import DynamoRuntime
-from baton.status.sd_notify import beat, notify
+from baton.status.sd_notify import notify, send_heartbeats
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Worker:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until `stop` is set, then drain. Raises ConfigError, or the scope-"worker" error that ended it."""
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(beat(stop.set), name="heartbeat")]
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(send_heartbeats(stop.set), name="heartbeat")]
         try:
             starting = asyncio.create_task(self._start(), name="start")
             stopping = asyncio.create_task(stop.wait(), name="stop")

@@ -1,4 +1,4 @@
-"""Between the runtime's dicts and our values. Bare dicts go no further in than this module.
+"""Between the runtime's dicts and our structs. Bare dicts do not pass this module.
 
 Decoding is one pass in C; keys without a field are kept in `extra`, so `encode_request(decode_request(d))` loses
 nothing. Failures name the field and its path.
@@ -27,10 +27,10 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class DecodeError(ValueError):
-    """What arrived is not what the contract says. The message names the field and its path."""
+    """The message does not match the protocol. The error names the field and its path."""
 
 
-_KEEPERS: tuple[type[msgspec.Struct], ...] = (
+_STRUCTS_WITH_EXTRA: tuple[type[msgspec.Struct], ...] = (
     GenerateRequest,
     StopConditions,
     Sampling,
@@ -41,7 +41,9 @@ _KEEPERS: tuple[type[msgspec.Struct], ...] = (
     Bootstrap,
     MediaItem,
 )
-_KEYS = {cls: frozenset(f.encode_name for f in msgspec.structs.fields(cls)) - {EXTRA_KEY} for cls in _KEEPERS}
+_KEYS = {
+    cls: frozenset(f.encode_name for f in msgspec.structs.fields(cls)) - {EXTRA_KEY} for cls in _STRUCTS_WITH_EXTRA
+}
 # Where a struct that keeps extra keys holds another one: (key on the wire, name of the field).
 _INNER: dict[type[msgspec.Struct], tuple[tuple[str, str], ...]] = {
     GenerateRequest: (
@@ -71,7 +73,7 @@ def decode_request(raw: object) -> GenerateRequest:
 
 
 def convert(raw: object, cls: type[S]) -> S:
-    """Return `raw` as a `cls`, or raise DecodeError with the path of the first thing that is wrong."""
+    """Return `raw` as a `cls`. Raises DecodeError with the path of the first invalid value."""
     try:
         return msgspec.convert(raw, cls)
     except (msgspec.ValidationError, RecursionError, UnicodeError, OverflowError) as error:
@@ -100,7 +102,7 @@ def encode_request(request: GenerateRequest) -> Wire:
 
 
 def encode_chunk(chunk: Chunk) -> Wire:
-    """Return `chunk` in the frontend's words. Fields that are not set are left out."""
+    """Return `chunk` in the frontend's format. Fields that are not set are left out."""
     wire: Wire = {"token_ids": chunk.token_ids, "index": chunk.index}
     if chunk.logprobs is not None:
         _encode_logprobs(chunk.logprobs, wire)
@@ -132,7 +134,7 @@ def _encode_logprobs(logprobs: Logprobs, wire: Wire) -> None:
 
 
 def encode_usage(usage: Usage) -> Wire:
-    """Return `usage` in OpenAI's words."""
+    """Return `usage` in OpenAI's format."""
     cached = usage.cached_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -149,7 +151,7 @@ def _media_items(items: Any) -> Any:
 
 
 def _restore(wire: Wire, value: msgspec.Struct) -> Wire:
-    """Put the extra keys of `value` back where they came from, and touch nothing that only looks like them."""
+    """Put the extra keys of `value` back at the level where they were decoded."""
     extra = cast(Extra, wire.pop(EXTRA_KEY))
     for key, name in _INNER.get(type(value), ()):
         inner: msgspec.Struct | None = getattr(value, name)

@@ -1,6 +1,6 @@
 """The embeddings format: an OpenAI body in, vectors out. Workers that embed own their tokenizer."""
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -9,21 +9,23 @@ from baton.protocol.requests import TokenId
 
 MAX_INPUTS = 2048  # as at OpenAI
 
+T = TypeVar("T")
+
 
 class Texts(msgspec.Struct, frozen=True, tag="texts"):
-    """What to embed, as written."""
+    """Inputs as text."""
 
     items: tuple[str, ...]
 
 
 class TokenLists(msgspec.Struct, frozen=True, tag="tokens"):
-    """What to embed, as tokens; they are taken as they are, with no special tokens added."""
+    """Inputs as tokens; no special tokens are added."""
 
     items: tuple[tuple[int, ...], ...]
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Things to embed: at least one and at most MAX_INPUTS, none of them empty."""
+    """Inputs to embed: at least one and at most MAX_INPUTS, none of them empty."""
 
     model: str
     source: Texts | TokenLists
@@ -31,7 +33,7 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
-    """One vector for each input: base64 of 32-bit floats, little-endian. The frontend makes numbers of them."""
+    """One vector for each input: base64 of 32-bit floats, little-endian. The frontend decodes them."""
 
     model: str
     vectors: tuple[str, ...]
@@ -63,7 +65,7 @@ def decode_embed(raw: object) -> EmbedRequest:
 
 
 def encode_embeddings(reply: Embeddings) -> Wire:
-    """Return `reply` in OpenAI's words."""
+    """Return `reply` in OpenAI's format."""
     data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(reply.vectors)]
     usage = {"prompt_tokens": reply.prompt_tokens, "total_tokens": reply.prompt_tokens}
     return {"object": "list", "data": data, "model": reply.model, "usage": usage}
@@ -72,13 +74,14 @@ def encode_embeddings(reply: Embeddings) -> Wire:
 def _source(given: str | tuple[str | int | tuple[int, ...], ...]) -> Texts | TokenLists:
     if isinstance(given, str):
         return Texts((given,))
-    texts = tuple(item for item in given if isinstance(item, str))
-    tokens = tuple(item for item in given if isinstance(item, int))
-    lists = tuple(item for item in given if isinstance(item, tuple))
-    if len(texts) == len(given):
+    if len(texts := _only(str, given)) == len(given):
         return Texts(texts)
-    if len(tokens) == len(given):
+    if len(tokens := _only(int, given)) == len(given):
         return TokenLists((tokens,))
-    if len(lists) == len(given):
+    if len(lists := _only(tuple, given)) == len(given):
         return TokenLists(lists)
     raise DecodeError("input: texts, tokens and lists of tokens cannot be mixed")
+
+
+def _only(kind: type[T], items: tuple[object, ...]) -> tuple[T, ...]:
+    return tuple(item for item in items if isinstance(item, kind))

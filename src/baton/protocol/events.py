@@ -1,10 +1,10 @@
-"""What an engine tells about itself while it runs: load, and which KV blocks it holds."""
+"""What an engine publishes while it runs: its load, and the KV blocks in its prefix cache."""
 
 import msgspec
 
 
 class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, tag="load"):
-    """How busy one data-parallel rank is, in blocks and requests."""
+    """The load of one data-parallel rank, in blocks and requests."""
 
     running: int
     waiting: int
@@ -14,7 +14,7 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, tag="load"):
 
 
 class KvStored(msgspec.Struct, frozen=True, tag="stored"):
-    """Blocks that can now be reused. Hashes are content hashes, equal on every worker for equal content."""
+    """Blocks that were added to the prefix cache. Hashes are content hashes, equal on every worker."""
 
     block_hashes: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -26,14 +26,14 @@ class KvStored(msgspec.Struct, frozen=True, tag="stored"):
 
 
 class KvRemoved(msgspec.Struct, frozen=True, tag="removed"):
-    """Blocks that can no longer be reused."""
+    """Blocks that were removed from the prefix cache."""
 
     block_hashes: tuple[int, ...]
     dp_rank: int = 0
 
 
 class KvCleared(msgspec.Struct, frozen=True, tag="cleared"):
-    """Every block of this rank is gone."""
+    """The prefix cache of this rank is empty."""
 
     dp_rank: int = 0
 

@@ -6,7 +6,7 @@ import msgspec
 
 Extra = dict[str, object]
 
-# Never a key on the wire, whatever anyone sends: the codec fills the field with the keys that have none.
+# Random, so that no message can contain it: the codec fills the field with the keys that have no field of their own.
 EXTRA_KEY = f"<extra {secrets.token_hex(8)}>"
 
 

@@ -1,4 +1,4 @@
-"""Identities. A request id is ours and unique per attempt; it is never the trace id."""
+"""Request ids: our own, unique per attempt, and never the trace id."""
 
 import itertools
 from typing import NewType
@@ -11,7 +11,7 @@ _attempts = itertools.count(1)
 def new_request_id(context_id: str) -> RequestId:
     """Return an id that no other request of this process has.
 
-    The frontend keeps one context id across migrations, so two attempts of one request can meet on
-    one worker; the attempt number keeps them apart.
+    The frontend keeps one context id across migrations, so two attempts of one request can run on one worker; the
+    attempt number distinguishes them.
     """
     return RequestId(f"{context_id}.{next(_attempts)}")

@@ -1,18 +1,18 @@
-"""The states of a request and the moves between them, as a table.
+"""The states of a request and the transitions between them, as a table.
 
-    received ──► admitted ──► submitted ──► streaming ──► completed   (from admitted on, if nothing is left to do)
+    received ──► admitted ──► submitted ──► streaming ──► completed   (from admitted on, if no token is left)
         │            │            │             │
         ├────────────┴────────────┴─────────────┴──► failed | cancelled | expired
         └──► refused
 
-Exactly one terminal state is reached, whatever happens.
+Every request reaches exactly one terminal state.
 """
 
 import enum
 
 
 class State(enum.StrEnum):
-    """Where a request is."""
+    """The state of a request."""
 
     RECEIVED = "received"
     ADMITTED = "admitted"
@@ -43,11 +43,11 @@ TERMINAL = frozenset(state for state, after in TRANSITIONS.items() if not after)
 
 
 class IllegalTransition(Exception):
-    """A bug: a request tried to move in a way that the table does not have."""
+    """A bug: the table does not have this transition."""
 
 
 class Lifecycle:
-    """One request's walk through the table."""
+    """The state of one request."""
 
     __slots__ = ("state",)
 
@@ -60,7 +60,7 @@ class Lifecycle:
         return self.state in TERMINAL
 
     def advance(self, to: State) -> None:
-        """Move to `to`. Raises IllegalTransition if the table has no such move."""
+        """Move to `to`. Raises IllegalTransition if the table does not have this transition."""
         if to not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.state} -> {to}")
         self.state = to

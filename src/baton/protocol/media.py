@@ -19,7 +19,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaUrl(msgspec.Struct, frozen=True, kw_only=True):
-    """Media that a request names; `place` is where in the request. Whoever serves the request fetches it."""
+    """Media that a request names by URL; `place` is the path in the request. The worker fetches them."""
 
     modality: str
     url: str
@@ -27,7 +27,7 @@ class MediaUrl(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaFile(msgspec.Struct, frozen=True, kw_only=True, tag="file"):
-    """Media as it was fetched, under the worker's access policy: a PNG, an MP4, or what else the engine may read."""
+    """A media file, fetched under the worker's access policy: PNG, MP4, or another format that the engine reads."""
 
     modality: str
     data: bytes
@@ -35,7 +35,7 @@ class MediaFile(msgspec.Struct, frozen=True, kw_only=True, tag="file"):
 
 
 class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding"):
-    """Media that has been encoded elsewhere: rows of an array, and how they lie in time, height and width."""
+    """Media encoded elsewhere: rows of an array, and the grid of each item in time, height and width."""
 
     modality: str
     data: bytes
@@ -45,7 +45,7 @@ class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding")
 
 
 class MediaHandles(msgspec.Struct, frozen=True, kw_only=True, tag="handles"):
-    """Media of a whole prompt that an encode worker has encoded and holds. Only engines of its kind can read them."""
+    """All media of a prompt, encoded and held by an encode worker. Only engines of the same kind can read them."""
 
     params: dict[str, object]
 

@@ -6,7 +6,7 @@ import msgspec
 
 
 class FinishReason(enum.StrEnum):
-    """The only reasons that are legal on the wire. A failure is an error, not a finish reason."""
+    """The finish reasons of the wire format. A failure is an error, not a finish reason."""
 
     EOS = "eos"
     LENGTH = "length"
@@ -42,7 +42,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
 class Finished(msgspec.Struct, frozen=True):
     """One choice has ended. The stream ends when every choice has.
 
-    `prompt_logprobs` are aligned with the prompt from its second token on: nothing comes before the first.
+    `prompt_logprobs` are aligned with the prompt from its second token on: the first has no log-probability.
     """
 
     reason: FinishReason
@@ -59,7 +59,7 @@ class HandoffReady(msgspec.Struct, frozen=True):
 
 
 class KvComputed(msgspec.Struct, frozen=True):
-    """Further blocks of a prompt hold their KV, in the order of the prompt; `complete` says that these are the last."""
+    """More blocks of a prompt have their KV, in the order of the prompt; `complete` marks the last ones."""
 
     blocks: tuple[int, ...]
     complete: bool = False
@@ -67,7 +67,7 @@ class KvComputed(msgspec.Struct, frozen=True):
 
 
 class KvWanted(msgspec.Struct, frozen=True):
-    """A prompt has room: the KV from its block number `first` on belongs in these blocks; it has what comes before."""
+    """A prompt has blocks for its KV, from its block number `first` on; the blocks before are in the prefix cache."""
 
     first: int
     blocks: tuple[int, ...]
@@ -85,7 +85,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """One message from worker to frontend: new tokens of one choice, and at its end why and how many."""
+    """One message from worker to frontend: new tokens of one choice; the last has the finish reason and the usage."""
 
     token_ids: list[int]
     index: int = 0

@@ -1,7 +1,7 @@
 """The generate request, as every role sees it.
 
-Field names are ours; `name=` gives the frontend's word where it differs. A field that is null or absent on the wire
-is None here. `extra` keeps what this version does not know, so that a forwarded request loses nothing.
+Field names are ours; `name=` is the frontend's name where it differs. A field that is null or absent on the wire is
+None here. `extra` keeps the keys that this version does not know, so that a forwarded request loses nothing.
 """
 
 from typing import Annotated
@@ -23,7 +23,7 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
-    """When to stop. Stop strings are the frontend's work in token format and the worker's in text format."""
+    """When to stop. The frontend matches stop strings in token format, the worker in text format."""
 
     max_tokens: Count | None = None
     min_tokens: Count | None = None
@@ -37,7 +37,7 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True):
-    """A shape that the output must have."""
+    """A constraint on the output: a JSON schema, a regular expression, a list of choices or a grammar."""
 
     json: object = None
     regex: str | None = None
@@ -49,19 +49,19 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True):
     extra: Extra = extra_field()
 
     def kinds(self) -> tuple[str, ...]:
-        """Return which kinds of shape are asked for."""
-        asked = {
+        """Return the kinds of constraint that are set."""
+        constraints = {
             "json": self.json,
             "regex": self.regex,
             "choice": self.choice,
             "grammar": self.grammar,
             "structural_tag": self.structural_tag,
         }
-        return tuple(kind for kind, value in asked.items() if value is not None)
+        return tuple(kind for kind, value in constraints.items() if value is not None)
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose tokens. None means the model's default; 0 is a value, never "unset"."""
+    """How tokens are sampled. None means the model's default; 0 is a value, never "unset"."""
 
     n: Choices | None = None
     best_of: Choices | None = None
@@ -82,7 +82,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to return beside the tokens. `logprobs` 0 asks for the chosen token only."""
+    """What to return besides the tokens. `logprobs` 0 returns the chosen token only."""
 
     logprobs: Annotated[int, Meta(ge=0, le=1000)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=1000)] | None = None
@@ -93,7 +93,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router decided, and what it was told."""
+    """The decision of the router, and hints for it."""
 
     backend_instance_id: int | None = None
     prefill_worker_id: int | None = None
@@ -127,11 +127,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def choices(self) -> int:
-        """How many answers are asked for."""
+        """The number of choices to generate."""
         return self.sampling.n or 1
 
     def for_prefill(self) -> "GenerateRequest":
-        """Return the request that fills the KV cache and makes one token, for one choice."""
+        """Return the request that computes the KV of the prompt and one token, for one choice."""
         stop = msgspec.structs.replace(self.stop, max_tokens=1, min_tokens=None)
         sampling = msgspec.structs.replace(self.sampling, n=1, best_of=None)
         return msgspec.structs.replace(self, stop=stop, sampling=sampling)

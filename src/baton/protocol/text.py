@@ -16,15 +16,16 @@ from baton.protocol.requests import (
     Share,
     StopConditions,
     Temperature,
+    TokenId,
 )
 
 
 class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat or a completion request, as the client wrote it. Exactly one of `messages` and `prompt` is set."""
+    """A chat or a completion request in OpenAI's format. Exactly one of `messages` and `prompt` is set."""
 
     model: str
     messages: tuple[dict[str, object], ...] | None = None
-    prompt: str | tuple[str | int, ...] | None = None
+    prompt: str | tuple[str | TokenId, ...] | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     min_tokens: Count | None = None
@@ -67,16 +68,15 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the answer ends with its token counts: a stream has them only when asked."""
+        """Whether the answer ends with its token counts: a stream does only on request."""
         return not self.stream or bool((self.stream_options or {}).get("include_usage"))
 
     def token_format_only(self) -> list[str]:
-        """Return which options are asked for that need the frontend's own tokenizer and parsers."""
-        plain = {"type": "text"}
-        asked = {
+        """Return the options in use that need the frontend's own tokenizer and parsers."""
+        in_use = {
             "logprobs": self.logprobs is not None and self.logprobs is not False,
             "top_logprobs": self.top_logprobs is not None,
-            "response_format": self.response_format not in (None, plain),
+            "response_format": self.response_format not in (None, {"type": "text"}),
             "tools": bool(self.tools),
             "prompt_logprobs": self.prompt_logprobs is not None,
             "guided_json": self.guided_json is not None,
@@ -86,15 +86,15 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
             "echo": bool(self.echo),
             "suffix": bool(self.suffix),
         }
-        return [*(name for name, is_asked in asked.items() if is_asked), *_media_types(self.messages or ())]
+        return [*(name for name, is_used in in_use.items() if is_used), *_media_types(self.messages or ())]
 
     def stop_conditions(self) -> StopConditions:
-        """Return when the engine stops; stop strings are matched on the text, after it."""
+        """Return the stop conditions of the engine; stop strings are matched on its text."""
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return StopConditions(max_tokens=limit, min_tokens=self.min_tokens, ignore_eos=self.ignore_eos)
 
     def sampling(self) -> Sampling:
-        """Return how tokens are chosen."""
+        """Return how tokens are sampled."""
         shared = {name: getattr(self, name) for name in Sampling.__struct_fields__ if name in self.__struct_fields__}
         return Sampling(**shared)
 

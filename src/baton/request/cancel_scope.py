@@ -1,7 +1,7 @@
 """The cancel scope of a request: everything that can end it early, in one place.
 
-Client gone, deadline, worker shutdown, stalled engine and lost peer all `fire` the scope with the error that says why.
-The first reason wins. Whatever is open for the request (a stream, a wait) hangs its closing on `on_fire`.
+Cancellation by the client, the deadline, worker shutdown, a stalled engine and a lost peer all `fire` the scope with an
+error. The first error wins. Streams and waits of the request end through `on_fire`.
 """
 
 import asyncio
@@ -37,19 +37,19 @@ class CancelScope:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self.fire, error)
 
     def on_fire(self, callback: Callable[[BatonError], None]) -> None:
-        """Call `callback` when the scope fires; at once if it has."""
+        """Call `callback` when the scope fires; at once if it has fired."""
         if self.error is not None:
             callback(self.error)
         else:
             self._callbacks.append(callback)
 
     def check(self) -> None:
-        """Raise what the scope fired with, if it has."""
+        """Raise the error that the scope fired with, if it has fired."""
         if self.error is not None:
             raise self.error
 
     async def wait(self, awaitable: Awaitable[T]) -> T:
-        """Await `awaitable` within the scope: when the scope fires it is cancelled and the reason raised."""
+        """Await `awaitable`; when the scope fires, cancel it and raise the error."""
         task = asyncio.ensure_future(awaitable)
 
         def cancel(_: BatonError) -> None:
@@ -66,7 +66,7 @@ class CancelScope:
             raise
 
     def close(self) -> None:
-        """The request has ended; nothing fires any more."""
+        """The request has ended; the scope cannot fire from now on."""
         self._closed = True
         self._callbacks.clear()
         if self._timer is not None:

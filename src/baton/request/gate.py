@@ -1,4 +1,4 @@
-"""The gate: who is let in, how many, and how they all leave. Plain and synchronous but for `idle`."""
+"""The gate: admits requests up to a limit, pauses and drains. Synchronous except for `idle`."""
 
 import asyncio
 import enum
@@ -8,7 +8,7 @@ from baton.request.cancel_scope import CancelScope
 
 
 class GateState(enum.StrEnum):
-    """Whether new requests are let in."""
+    """Whether new requests are admitted."""
 
     OPEN = "open"
     PAUSED = "paused"
@@ -16,7 +16,7 @@ class GateState(enum.StrEnum):
 
 
 class Gate:
-    """Counts the requests of one worker. Draining is for ever; a pause ends."""
+    """Counts the requests of one worker. A pause ends; draining does not."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -27,28 +27,28 @@ class Gate:
 
     @property
     def in_flight(self) -> int:
-        """How many requests are inside."""
+        """How many admitted requests have not ended."""
         return len(self._scopes)
 
     def enter(self, scope: CancelScope) -> None:
-        """Let a request in, or raise Draining, Paused or Overloaded. Each `enter` has one `leave`."""
+        """Admit a request, or raise Draining, Paused or Overloaded. Each `enter` has one `leave`."""
         if self.state is GateState.DRAINING:
             raise Draining("this worker is shutting down")
         if self.state is GateState.PAUSED:
             raise Paused("this worker is paused")
         if len(self._scopes) >= self.limit:
-            raise Overloaded(f"this worker serves {self.limit} requests at a time and has no room")
+            raise Overloaded(f"this worker serves at most {self.limit} requests at a time")
         self._scopes.add(scope)
         self._empty.clear()
 
     def leave(self, scope: CancelScope) -> None:
-        """Count a request out."""
+        """A request has ended, or was refused."""
         self._scopes.discard(scope)
         if not self._scopes:
             self._empty.set()
 
     def pause(self) -> None:
-        """Let nobody in until `resume`; those inside go on."""
+        """Refuse new requests until `resume`; admitted ones continue."""
         if self.state is GateState.OPEN:
             self.state = GateState.PAUSED
 
@@ -58,16 +58,16 @@ class Gate:
             self.state = GateState.OPEN
 
     def drain(self) -> None:
-        """Let nobody in any more; those inside go on."""
+        """Refuse new requests from now on; admitted ones continue."""
         self.state = GateState.DRAINING
 
     def fire_all(self, error: BatonError) -> None:
-        """End every request inside early with `error`."""
+        """End every admitted request early with `error`."""
         for scope in tuple(self._scopes):
             scope.fire(error)
 
     async def idle(self, timeout_s: float) -> bool:
-        """Wait until nobody is inside; return False if that takes longer than `timeout_s`."""
+        """Wait until no request is in flight; return False if that takes longer than `timeout_s`."""
         if not self._scopes:
             return True
         try:

@@ -17,7 +17,7 @@ from baton.request.gate import Gate
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a handler holds every request to."""
+    """Time limits of every request."""
 
     request_timeout_s: float = 600.0
     abort_timeout_s: float = 10.0
@@ -25,7 +25,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrackedRequest:
-    """The running account of one request: its id, its cancel scope, its state and its counts."""
+    """One request while it runs: its id, cancel scope, state and token counts."""
 
     __slots__ = (
         "cached_tokens",
@@ -49,13 +49,13 @@ class TrackedRequest:
         self.first_output_at: float | None = None
 
     def record(self, role: str, error: BaseException | None, headers: Mapping[str, str]) -> RequestRecord:
-        """Return what is worth remembering of the request, now that it has ended."""
+        """Return the record of the request after its end."""
         first = self.first_output_at
         return RequestRecord(
             request_id=self.request_id,
             role=role,
             state=self.lifecycle.state,
-            error_code=error.code if isinstance(error, BatonError) else type(error).__name__ if error else None,
+            error_code=_error_code(error),
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens or 0,
             completion_tokens=self.completion_tokens,
@@ -67,7 +67,7 @@ class TrackedRequest:
 
 
 class RequestTracker:
-    """Where a handler opens its calls: the gate, the limits and the observer of one worker."""
+    """Tracks the requests of one handler: gate, limits and observer of its worker."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class RequestTracker:
 
     @contextmanager
     def track(self, context: Context, prompt_tokens: int) -> Iterator[TrackedRequest]:
-        """Admit a request and account for it until the block ends, however it ends.
+        """Admit a request and track it until the block ends, whatever ends it.
 
-        The cancel scope is open and armed (client, deadline) before the block runs. Raises what the gate refuses with.
+        The cancel scope is armed (client, deadline) before the block runs. Raises Draining, Paused or Overloaded.
         """
         tracked = TrackedRequest(context, prompt_tokens)
         error: BaseException | None = None
@@ -112,7 +112,7 @@ class RequestTracker:
         request_timeout_s = self.limits.request_timeout_s
         expired = DeadlineExceeded(f"the request took longer than {request_timeout_s:g} s")
         tracked.scope.fire_after(request_timeout_s, expired)
-        context.on_cancel(lambda: tracked.scope.fire(Cancelled("the client left")))
+        context.on_cancel(lambda: tracked.scope.fire(Cancelled("the client cancelled the request")))
 
 
 def _ending(error: BaseException, state: State) -> State:
@@ -128,6 +128,12 @@ def _ending(error: BaseException, state: State) -> State:
             return State.REFUSED
         case _:
             return State.FAILED
+
+
+def _error_code(error: BaseException | None) -> str | None:
+    if isinstance(error, BatonError):
+        return error.code
+    return None if error is None else type(error).__name__
 
 
 def _trace_id(headers: Mapping[str, str]) -> str | None:

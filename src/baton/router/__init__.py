@@ -1,1 +1,1 @@
-"""The global router: which pool a request goes to, and getting it there. It knows neither roles nor engines."""
+"""The global router: selects a pool of workers for each request and forwards it. Knows neither handlers nor engines."""

@@ -1,4 +1,4 @@
-"""Forwarding: a request to the pool that was chosen for it, whole, and its stream back, unchanged."""
+"""Forwards a request unchanged to its pool, and the stream of the pool unchanged to the caller."""
 
 import logging
 import time
@@ -11,81 +11,98 @@ from baton.protocol.lifecycle import State
 from baton.request.cancel_scope import CancelScope
 from baton.request.tracker import RequestTracker, TrackedRequest
 from baton.router.metrics import RouterMetrics
-from baton.router.pools import MEASURED, PartRoutes, PoolState, Route
-from baton.router.request_view import read_ask
+from baton.router.plan import PoolRole
+from baton.router.pools import MEASURED, PoolState
+from baton.router.request_view import view_request
+from baton.router.routing_table import RoleRouter, Route
 
 log = logging.getLogger(__name__)
 
-# What would fail the same way anywhere, or is not wanted any more.
-FINAL = (InvalidRequest, Cancelled, DeadlineExceeded)
+# These fail the same way in every pool, or the caller no longer needs the result.
+NOT_RETRIED = (InvalidRequest, Cancelled, DeadlineExceeded)
 
 
 class Forwarder:
-    """Serves one part of the plan. `routes` returns the part as the plan has it now."""
+    """Serves one role. `router` returns the role's router under the plan in force."""
 
-    def __init__(self, routes: Callable[[], PartRoutes], tracker: RequestTracker, metrics: RouterMetrics) -> None:
-        self._routes = routes
+    def __init__(self, router: Callable[[], RoleRouter], tracker: RequestTracker, metrics: RouterMetrics) -> None:
+        self._router = router
         self._tracker = tracker
         self._metrics = metrics
 
     async def generate(self, request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
-        """Yield what the pool answers. Until its first output another pool may take over.
+        """Yield the replies of the selected pool. A failure before the first output is retried in another pool.
 
-        Raises the errors of `errors.py`; closing it cancels the request in the pool.
+        Raises the errors of `errors.py`. Closing the generator cancels the request in the pool.
         """
-        routes = self._routes()
-        ask = read_ask(request, routes.plan.ttft_ms, routes.plan.itl_ms)
-        with self._tracker.track(context, ask.point.length) as tracked:
+        router = self._router()
+        view = view_request(request, router.plan.ttft_ms, router.plan.itl_ms)
+        with self._tracker.track(context, view.point.length) as tracked:
             tracked.lifecycle.advance(State.SUBMITTED)
-            route = routes.route(ask)
-            onward = _Onward(context, tracked.scope)
+            route = router.route(view)
+            pool_context = _PoolContext(context, tracked.scope)
             failure: BatonError | None = None
-            while (state := self._next(routes.name, route, failure, tracked)) is not None:
+            while (state := self._next_pool(router.role, route, failure, tracked)) is not None:
                 attempt = _Attempt(state, tracked)
                 try:
-                    async with aclosing(state.client.call(request, parent=onward)) as replies:
+                    async with aclosing(state.client.call(request, parent=pool_context)) as replies:
                         async for reply in replies:
-                            attempt.take(reply)
+                            attempt.observe(reply)
                             yield reply
-                    attempt.check_ended()
-                    self._measure(routes.name, state, attempt, route.targets)
+                    attempt.require_output()
+                    self._record_latency(router.role, state, attempt, route.targets)
                     return
                 except BatonError as error:
                     tracked.scope.check()
-                    if attempt.begun or isinstance(error, FINAL):
+                    if attempt.has_output or isinstance(error, NOT_RETRIED):
                         raise
                     failure = error
-                    self._metrics.retried(routes.name, state.pool.name, error.code)
+                    self._metrics.retried(router.role, state.pool.name, error.code)
                 finally:
-                    attempt.end()
+                    attempt.close()
             raise failure or route.refusal()
 
-    def _next(self, part: str, route: Route, failure: BatonError | None, tracked: TrackedRequest) -> PoolState | None:
-        """Choose where the request goes now, and say so."""
+    def _next_pool(
+        self, role: PoolRole, route: Route, failure: BatonError | None, tracked: TrackedRequest
+    ) -> PoolState | None:
+        """Select the next pool to try, and record the decision."""
         before = set(route.skipped)
         state = route.next()
         for other, why in route.skipped.items():
             if other not in before:
-                self._metrics.skipped(part, other.pool.name, why)
+                self._metrics.skipped(role, other.pool.name, why)
         if state is None:
             return None
-        reason = "retry" if failure else "fallback" if route.skipped else route.choice.reason
-        self._metrics.decided(part, state.pool.name, reason)
+        reason = _decision_reason(route, failure)
+        self._metrics.decided(role, state.pool.name, reason)
         log.debug(
-            "%s %s goes to %s (%s, cell %s)", tracked.request_id, part, state.pool.name, reason, route.choice.cell
+            "%s %s routed to pool %s (%s, cell %s)",
+            tracked.request_id,
+            role,
+            state.pool.name,
+            reason,
+            route.choice.cell,
         )
         return state
 
-    def _measure(self, part: str, state: PoolState, attempt: "_Attempt", targets: Mapping[str, float]) -> None:
-        for name in MEASURED[part]:
+    def _record_latency(
+        self, role: PoolRole, state: PoolState, attempt: "_Attempt", targets: Mapping[str, float]
+    ) -> None:
+        for name in MEASURED[role]:
             value = attempt.ttft_ms if name == "ttft_ms" else attempt.itl_ms
             if value is not None:
-                state.windows[name].add(value)
-                self._metrics.measured(part, state.pool.name, name.removesuffix("_ms"), value, targets.get(name))
+                state.latency[name].add(value)
+                self._metrics.measured(role, state.pool.name, name.removesuffix("_ms"), value, targets.get(name))
+
+
+def _decision_reason(route: Route, failure: BatonError | None) -> str:
+    if failure is not None:
+        return "retry"
+    return "fallback" if route.skipped else route.choice.reason
 
 
 class _Attempt:
-    """One request in one pool: counted in the pool, and timed."""
+    """One request in one pool: counted in the pool's state, and timed."""
 
     def __init__(self, state: PoolState, tracked: TrackedRequest) -> None:
         self._state = state
@@ -95,38 +112,38 @@ class _Attempt:
         self._last = 0.0
         self._first_tokens = 0
         self._tokens = 0
-        self.begun = False
+        self.has_output = False
         state.in_flight += 1
         state.waiting += 1
 
-    def take(self, reply: Wire) -> None:
-        """Look at what goes by. Raises EngineFailed for an error that comes as the first output."""
+    def observe(self, reply: Wire) -> None:
+        """Count and time a reply. Raises EngineFailed if the first one is an error."""
         self._last = time.perf_counter()
         tokens = reply.get("token_ids")
         count = len(tokens) if isinstance(tokens, list) else 0
-        if not self.begun:
+        if not self.has_output:
             reason = reply.get("finish_reason")
             if isinstance(reason, dict) and "error" in reason:
                 raise EngineFailed(str(reason["error"]))
-            self._begin(count)
+            self._start_output(count)
         self._tokens += count
 
-    def _begin(self, tokens: int) -> None:
-        self.begun = True
+    def _start_output(self, tokens: int) -> None:
+        self.has_output = True
         self._first = self._tracked.first_output_at = self._last
         self._first_tokens = tokens
         self._state.waiting -= 1
         self._tracked.lifecycle.advance(State.STREAMING)
 
-    def check_ended(self) -> None:
-        """Raise EngineFailed if nothing came."""
-        if not self.begun:
-            raise EngineFailed("the pool ended the stream without an answer")
+    def require_output(self) -> None:
+        """Raise EngineFailed if the stream ended without a reply."""
+        if not self.has_output:
+            raise EngineFailed("the pool ended the stream without output")
 
-    def end(self) -> None:
-        """Count the request out, however it ended."""
+    def close(self) -> None:
+        """Remove the request from the pool's counts. Called once, however the attempt ends."""
         self._state.in_flight -= 1
-        if not self.begun:
+        if not self.has_output:
             self._state.waiting -= 1
         self._tracked.completion_tokens = self._tokens
 
@@ -137,13 +154,13 @@ class _Attempt:
 
     @property
     def itl_ms(self) -> float | None:
-        """Between two tokens on average, if there was more than the first output."""
+        """Average time between tokens; None if all tokens were in the first output."""
         more = self._tokens - self._first_tokens
         return (self._last - self._first) * 1000 / more if more else None
 
 
-class _Onward:
-    """A request on its way on: the caller's context, cancelled by all that ends the request here."""
+class _PoolContext:
+    """The Context of a forwarded request: the caller's id and trace, cancelled with the request's cancel scope."""
 
     def __init__(self, context: Context, scope: CancelScope) -> None:
         self._scope = scope

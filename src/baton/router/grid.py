@@ -1,4 +1,4 @@
-"""Grids: each axis is cut into buckets, and each cell, one bucket of every axis, names a pool."""
+"""Grids: each axis is divided into buckets, and each cell (one bucket of every axis) selects a pool."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ AXES: tuple[AxisName, ...] = ("length", "context", "ttft_ms", "itl_ms")
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """A range in equal, half-open buckets; what lies outside counts as the first or the last of them.
+    """A range in equal, half-open buckets. Values outside belong to the first or the last bucket.
 
            low                    high
             │ bucket 0 │ bucket 1 │
@@ -22,22 +22,22 @@ class Axis(msgspec.Struct, frozen=True):
     buckets: int
 
     def index(self, value: float | None) -> int:
-        """Return the bucket of `value`; none given is the middle of the range, and 0 is a value."""
+        """Return the bucket of `value`. None counts as the middle of the range; 0 is a value like any other."""
         if value is None:
             value = (self.low + self.high) / 2
-        place = (value - self.low) / ((self.high - self.low) / self.buckets)
-        if place >= self.buckets:
+        position = (value - self.low) / ((self.high - self.low) / self.buckets)
+        if position >= self.buckets:
             return self.buckets - 1
-        return int(place) if place > 0 else 0
+        return int(position) if position > 0 else 0
 
     def bounds(self, index: int) -> tuple[float, float]:
-        """Return where bucket `index` begins and where the next one does."""
+        """Return the lower and the upper bound of bucket `index`."""
         step = (self.high - self.low) / self.buckets
         return self.low + index * step, self.low + (index + 1) * step
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """Which pool each cell names. `cells` has the last axis running fastest."""
+    """The pool of each cell, in row-major order: the last axis varies fastest."""
 
     axes: tuple[Axis, ...]
     cells: tuple[int, ...]
@@ -47,15 +47,15 @@ class Grid(msgspec.Struct, frozen=True):
         return tuple([axis.index(getattr(point, axis.name)) for axis in self.axes])
 
     def pool_of(self, cell: tuple[int, ...]) -> int:
-        """Return the number of the pool that `cell` names."""
-        place = 0
+        """Return the number of the pool of `cell`."""
+        offset = 0
         for axis, index in zip(self.axes, cell, strict=True):
-            place = place * axis.buckets + index
-        return self.cells[place]
+            offset = offset * axis.buckets + index
+        return self.cells[offset]
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of itself, by the names of the axes. A target that it does not give is None."""
+    """The values of a request on the axes, by axis name. None is a target that the request does not set."""
 
     length: int
     context: int

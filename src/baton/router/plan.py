@@ -1,6 +1,6 @@
-"""What a global router goes by: pools, the grids that choose among them, and what to do when a choice fails.
+"""The routing plan: the pools of each role, the grid that selects among them, and the retry policy.
 
-A plan is valid by construction of `files.py`; nothing here checks it again.
+`topology_file.py` builds only valid plans; nothing here checks them again.
 """
 
 from typing import Literal
@@ -9,13 +9,13 @@ import msgspec
 
 from baton.router.grid import Grid
 
-PartName = Literal["prefill", "decode", "aggregated"]
+PoolRole = Literal["prefill", "decode", "aggregated"]
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that are alike, reached at one endpoint. A smaller `priority` is a faster pool.
+    """Identical workers behind one endpoint. A smaller `priority` is a faster pool.
 
-    One that holds `queue_limit` requests without a first output gets no more; None is no limit.
+    A pool with `queue_limit` requests that have no output yet accepts no more; None is no limit.
     """
 
     name: str
@@ -27,15 +27,15 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Override(msgspec.Struct, frozen=True):
-    """Requests with a priority from `low` to `high`, both included, go to `pool` whatever the grid says."""
+    """Requests with a priority from `low` to `high`, inclusive, go to `pool` whatever the grid selects."""
 
     low: int
     high: int
     pool: int
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """The pools of one kind of work, and how one is chosen."""
+class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The pools of one role, and the rules that select one."""
 
     pools: tuple[Pool, ...]
     grid: Grid
@@ -43,27 +43,27 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Disaggregated(msgspec.Struct, frozen=True, tag="disaggregated"):
-    """Prefill and decode are chosen each for itself."""
+    """Prefill and decode pools, selected independently."""
 
-    prefill: Part
-    decode: Part
+    prefill: RolePlan
+    decode: RolePlan
 
 
 class Aggregated(msgspec.Struct, frozen=True, tag="aggregated"):
-    """One pool does a whole request."""
+    """One pool runs the whole request."""
 
-    aggregated: Part
+    aggregated: RolePlan
 
 
 class Retry(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request may go when its pool fails before the first output: to faster pools, and then to all others."""
+    """Which pools retry a request that failed before its first output: faster ones, then all others."""
 
     faster: bool = False
     others: bool = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that decides where a request goes. Targets are for requests that give none."""
+    """Everything that decides where a request goes. The targets are defaults for requests without their own."""
 
     mode: Disaggregated | Aggregated
     ttft_ms: float | None = None
@@ -72,8 +72,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     adaptive: bool = False
 
     @property
-    def parts(self) -> dict[PartName, Part]:
-        """The parts, by name."""
+    def roles(self) -> dict[PoolRole, RolePlan]:
+        """The plan of each role."""
         match self.mode:
             case Disaggregated(prefill, decode):
                 return {"prefill": prefill, "decode": decode}

@@ -1,117 +1,76 @@
-"""The pools of one part as the router sees them now, and which of them a request tries."""
+"""The current state of a pool: its workers in discovery, this router's requests in it, and its recent latency."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
 
-from baton.errors import Overloaded, PeerLost
 from baton.ports.runtime import Client
-from baton.router.latency import Window
-from baton.router.plan import Part, PartName, Plan, Pool
-from baton.router.request_view import Ask
-from baton.router.retry import Candidate, Skip, choose, retry_order
-from baton.router.select import Choice, select_pool
+from baton.router.plan import Pool, PoolRole
+from baton.router.select import Skip
 
-SHARE = 0.9
-MEASURED = {"prefill": ("ttft_ms",), "decode": ("itl_ms",), "aggregated": ("ttft_ms", "itl_ms")}
+QUANTILE = 0.9
+MAX_SAMPLES = 512
+MAX_AGE_S = 60.0
+MIN_SAMPLES = 8
+REFRESH_INTERVAL_S = 0.25
+MEASURED: dict[PoolRole, tuple[str, ...]] = {
+    "prefill": ("ttft_ms",),
+    "decode": ("itl_ms",),
+    "aggregated": ("ttft_ms", "itl_ms"),
+}
+"""The latencies that are measured for each role."""
+
+
+class LatencyWindow:
+    """Quantiles of the latest samples, limited in number and age. The sorted samples are cached for a moment."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+        self._sorted: list[float] = []
+        self._sorted_at = -math.inf
+
+    def add(self, value: float) -> None:
+        """Add a sample."""
+        self._samples.append((self._clock(), value))
+
+    def quantile(self, share: float) -> float | None:
+        """Return the smallest sample that `share` of all samples do not exceed; None with too few samples."""
+        now = self._clock()
+        if now - self._sorted_at >= REFRESH_INTERVAL_S:
+            while self._samples and now - self._samples[0][0] > MAX_AGE_S:
+                self._samples.popleft()
+            self._sorted = sorted(value for _, value in self._samples)
+            self._sorted_at = now
+        if len(self._sorted) < MIN_SAMPLES:
+            return None
+        return self._sorted[min(len(self._sorted) - 1, math.ceil(share * len(self._sorted)) - 1)]
 
 
 class PoolState:
-    """One pool: its client, what of ours is inside, and how fast it has been."""
+    """One pool with its client. `waiting` counts the requests in flight that have no output yet."""
 
     def __init__(self, pool: Pool, client: Client, clock: Callable[[], float]) -> None:
         self.pool = pool
         self.client = client
         self.in_flight = 0
         self.waiting = 0
-        self.windows = {"ttft_ms": Window(clock), "itl_ms": Window(clock)}
+        self.latency = {"ttft_ms": LatencyWindow(clock), "itl_ms": LatencyWindow(clock)}
 
-    def unfit(self) -> Skip | None:
-        """Return why the pool can take no request now. Workers that drain are not in discovery any more."""
+    def unavailable(self) -> Skip | None:
+        """Return why the pool accepts no request now, or None. Draining workers are not in discovery."""
         if self.pool.queue_limit is not None and self.waiting >= self.pool.queue_limit:
             return "queue"
         return None if self.client.instances() else "empty"
 
     def measured(self, name: str) -> float | None:
-        """Return the latency that nine in ten recent requests have kept, in milliseconds."""
-        return self.windows[name].quantile(SHARE)
+        """Return the 90th percentile of a latency in milliseconds; None with too few samples."""
+        return self.latency[name].quantile(QUANTILE)
 
     def meets(self, targets: Mapping[str, float]) -> bool:
-        """Whether the pool keeps `targets`, as far as is known: one that nobody has measured may."""
+        """Return whether the measured latencies are within `targets`. An unknown latency counts as within."""
         for name, target in targets.items():
             measured = self.measured(name)
             if measured is not None and measured > target:
                 return False
         return True
-
-
-class Route:
-    """Where one request may go, decided anew before each try."""
-
-    def __init__(
-        self, choice: Choice, targets: Mapping[str, float], order: Sequence[PoolState], adaptive: bool
-    ) -> None:
-        self.choice = choice
-        self.targets = targets
-        self.skipped: dict[PoolState, Skip] = {}
-        self._left = list(order)
-        self._adaptive = adaptive
-
-    def next(self) -> PoolState | None:
-        """Return the best pool that has not been tried; None if there is none."""
-        if not self._left:
-            return None
-        first = self._left[0]
-        if first.unfit() is None and (not self._adaptive or first.meets(self.targets)):
-            return self._left.pop(0)
-        candidates = [Candidate(n, state.unfit(), state.meets(self.targets)) for n, state in enumerate(self._left)]
-        order, skipped = choose(candidates, self._adaptive)
-        self.skipped.update((self._left[n], why) for n, why in skipped)
-        return self._left.pop(order[0]) if order else None
-
-    def refusal(self) -> Overloaded | PeerLost:
-        """Return what to raise when there was no pool to try."""
-        reasons = ", ".join(f"{state.pool.name} ({_WORDS[why]})" for state, why in self.skipped.items())
-        if "queue" in self.skipped.values():
-            return Overloaded(f"no pool can take the request: {reasons}")
-        return PeerLost(f"no pool can take the request: {reasons}")
-
-
-_WORDS: dict[Skip, str] = {"empty": "no worker", "queue": "full", "slow": "slower than asked"}
-
-
-class PartRoutes:
-    """One part of a plan with its pools. Replaced as a whole when the plan changes."""
-
-    def __init__(self, name: PartName, plan: Plan, states: Sequence[PoolState]) -> None:
-        self.name = name
-        self.plan = plan
-        self.part: Part = plan.parts[name]
-        self.states = states
-        pools = self.part.pools
-        self._orders = [[states[n] for n in retry_order(pools, selected, plan.retry)] for selected in range(len(pools))]
-        self._time_axes = [
-            (place, axis) for place, axis in enumerate(self.part.grid.axes) if axis.name in MEASURED[name]
-        ]
-
-    def route(self, ask: Ask) -> Route:
-        """Decide for a request. Its targets are its own, or else what the buckets that it lies in allow."""
-        choice = select_pool(self.part, ask.point, ask.priority)
-        targets: dict[str, float] = {}
-        for place, axis in self._time_axes:
-            given: float | None = getattr(ask.point, axis.name)
-            targets[axis.name] = given if given is not None else axis.bounds(choice.cell[place])[1]
-        return Route(choice, targets, self._orders[choice.pool], self.plan.adaptive)
-
-    def buckets(self) -> Iterator[tuple[PoolState, str, float]]:
-        """Iterate over what is asked of each pool: the pool, the axis, and the most that its tightest bucket allows."""
-        grid = self.part.grid
-        tightest: dict[tuple[int, str], float] = {}
-        for place, pool in enumerate(grid.cells):
-            for axis_place, axis in self._time_axes:
-                below = 1
-                for later in grid.axes[axis_place + 1 :]:
-                    below *= later.buckets
-                limit = axis.bounds(place // below % axis.buckets)[1]
-                key = (pool, axis.name)
-                tightest[key] = min(limit, tightest.get(key, limit))
-        for (pool, name), limit in tightest.items():
-            yield self.states[pool], name, limit

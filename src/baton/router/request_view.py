@@ -1,4 +1,4 @@
-"""What a request says that decides where it goes, read from the wire without changing anything."""
+"""The fields of a request that select its pool, read from the wire without changing it."""
 
 import math
 from collections.abc import Mapping
@@ -9,30 +9,30 @@ from baton.ports.runtime import Wire
 from baton.router.grid import Point
 
 
-class Ask(NamedTuple):
-    """Where a request lies on the axes, and its priority if it has one."""
+class RequestView(NamedTuple):
+    """The point of a request on the axes, and its priority if it has one."""
 
     point: Point
     priority: int | None
 
 
-def read_ask(request: Wire, ttft_ms: float | None = None, itl_ms: float | None = None) -> Ask:
-    """Return what `request` asks for; the targets given here are for one that gives none.
+def view_request(request: Wire, ttft_ms: float | None = None, itl_ms: float | None = None) -> RequestView:
+    """Return the view of `request`; `ttft_ms` and `itl_ms` are the default targets.
 
-    The context is the prompt and what may still come after it, as far as the request says. Raises InvalidRequest.
+    The context is the prompt plus the output tokens that the request expects or allows. Raises InvalidRequest.
     """
     routing, stop = _object(request, "routing"), _object(request, "stop_conditions")
-    targets, older = _object(request, "router"), _object(request, "extra_args")
+    targets, extra = _object(request, "router"), _object(request, "extra_args")
     tokens = request.get("token_ids")
     length = len(tokens) if isinstance(tokens, list) else 0
-    coming = _whole(routing, "routing", "expected_output_tokens") or _whole(stop, "stop_conditions", "max_tokens") or 0
+    output = _integer(routing, "routing", "expected_output_tokens") or _integer(stop, "stop_conditions", "max_tokens")
     point = Point(
         length=length,
-        context=length + coming,
-        ttft_ms=_target(targets, older, "ttft_target", ttft_ms),
-        itl_ms=_target(targets, older, "itl_target", itl_ms),
+        context=length + (output or 0),
+        ttft_ms=_target(targets, extra, "ttft_target", ttft_ms),
+        itl_ms=_target(targets, extra, "itl_target", itl_ms),
     )
-    return Ask(point, _whole(routing, "routing", "priority"))
+    return RequestView(point, _integer(routing, "routing", "priority"))
 
 
 def _object(request: Wire, key: str) -> Mapping[str, object]:
@@ -44,20 +44,22 @@ def _object(request: Wire, key: str) -> Mapping[str, object]:
     return value
 
 
-def _whole(fields: Mapping[str, object], place: str, key: str) -> int | None:
+def _integer(fields: Mapping[str, object], section: str, key: str) -> int | None:
     value = fields.get(key)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise InvalidRequest(f"{place}.{key}: expected a whole number, got {value!r}")
+        raise InvalidRequest(f"{section}.{key}: expected an integer, got {value!r}")
     return value
 
 
-def _target(now: Mapping[str, object], older: Mapping[str, object], key: str, default: float | None) -> float | None:
-    """Return a target in milliseconds; older frontends have it among `extra_args`."""
-    for place, fields in (("router", now), ("extra_args", older)):
+def _target(
+    targets: Mapping[str, object], extra: Mapping[str, object], key: str, default: float | None
+) -> float | None:
+    """Return a target in milliseconds; older frontends send it in `extra_args`."""
+    for section, fields in (("router", targets), ("extra_args", extra)):
         value = fields.get(key)
         if value is None:
             continue
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-            raise InvalidRequest(f"{place}.{key}: expected milliseconds, 0 or more, got {value!r}")
+            raise InvalidRequest(f"{section}.{key}: expected milliseconds, 0 or more, got {value!r}")
         return float(value)
     return default

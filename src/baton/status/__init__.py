@@ -1,1 +1,1 @@
-"""How a process reports its state: to the supervisor that started it, and on the terminal."""
+"""Reports the state of a process to its supervisor and on the terminal."""

@@ -1,30 +1,36 @@
-"""sd_notify, systemd's notification protocol: how a process tells its supervisor that it is ready and alive.
+"""sd_notify, systemd's notification protocol: reports readiness, status and heartbeats to the supervisor.
 
-`baton serve` speaks the other end, and so does any systemd unit with Type=notify.
+The supervisor is `baton serve`, or systemd for a unit with Type=notify.
 """
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable
 
 from baton.config.environment import notify_socket, watchdog_s
 
+log = logging.getLogger(__name__)
+
 
 def notify(message: str) -> None:
-    """Tell the supervisor, if there is one."""
+    """Send `message` to the supervisor, if there is one. Never blocks; a message that cannot be sent is dropped."""
     address = notify_socket()
     if address is None:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
         try:
             sock.sendto(message.encode(), "\0" + address[1:] if address.startswith("@") else address)
-        except OSError:  # the supervisor is gone or does not listen; nobody is left to tell
-            return
+        except OSError as error:  # no supervisor, or one that does not read: the process runs on without it
+            log.debug("cannot notify the supervisor at %s: %r", address, error)
 
 
-async def beat(on_orphaned: Callable[[], None]) -> None:
-    """Tell the supervisor for ever that the event loop turns, as often as it asks; call `on_orphaned` if it dies."""
+async def send_heartbeats(on_orphaned: Callable[[], None]) -> None:
+    """Send heartbeats from the event loop at the interval that the supervisor set; call `on_orphaned` if it exits.
+
+    Returns at once if there is no supervisor or it expects no heartbeats.
+    """
     interval_s = watchdog_s()
     if notify_socket() is None or interval_s is None:
         return

@@ -1,4 +1,4 @@
-"""Small fakes for tests of what sits around an engine: one that plays a script, and an observer that remembers."""
+"""Fakes for tests of the code around an engine: an engine that plays a script, and an observer that keeps records."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -30,7 +30,7 @@ SCRIPTED_INFO = EngineInfo(
 
 @asynccontextmanager
 async def running(engine: Engine) -> AsyncIterator[EngineInfo]:
-    """Start `engine` and stop it at the end of the block, whatever happens in it."""
+    """Start `engine`, and stop it at the end of the block."""
     try:
         yield await engine.start()
     finally:

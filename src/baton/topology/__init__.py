@@ -1,1 +1,1 @@
-"""Processes: what `baton serve` starts, watches, restarts and stops."""
+"""The processes of `baton serve`: which ones to start, and their supervision."""

@@ -1,4 +1,4 @@
-"""One supervised process: how it is started, what it tells us, how it is stopped."""
+"""One supervised process: start, notifications, signals and exit."""
 
 import asyncio
 import os
@@ -12,13 +12,13 @@ LOG_TAIL_BYTES = 4000
 
 
 class Process:
-    """A `baton` subprocess with its notification socket (see `notify.py`)."""
+    """A `baton` subprocess with its notification socket (see `status/sd_notify.py`)."""
 
     def __init__(self, name: str, command: str, variables: dict[str, str], run_dir: Path, log: Path | None) -> None:
         self.name = name
         self.status = ""
         self.ready = asyncio.Event()
-        self.last_beat = 0.0
+        self.last_heartbeat = 0.0
         self._command = command
         self._log = log
         self._popen: asyncio.subprocess.Process | None = None
@@ -31,11 +31,11 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, while it runs."""
+        """The process id; None unless the process runs."""
         return self._popen.pid if self._popen is not None and self._popen.returncode is None else None
 
     async def start(self, watchdog_s: float) -> None:
-        """Start it. It is expected to show a sign of life every `watchdog_s` from the time it is ready."""
+        """Start the process. From the time it is ready it must send a heartbeat every `watchdog_s`."""
         self.ready.clear()
         self.status = ""
         environment = {**os.environ, **self._variables, "WATCHDOG_USEC": str(int(watchdog_s * 1e6))}
@@ -43,7 +43,7 @@ class Process:
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await asyncio.wait([starting])  # there may be a process by now: it must be known, so that it can be ended
+            await asyncio.wait([starting])  # the process may exist already: it must be tracked to be stopped
             raise
 
     async def _spawn(self, environment: dict[str, str]) -> None:
@@ -58,24 +58,24 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for the supervisor; it stops its processes in order
+                start_new_session=True,  # only the supervisor receives Ctrl-C; it stops its processes in order
             )
         finally:
             if output is not None:
                 output.close()
 
     async def wait(self) -> int:
-        """Wait until it has ended; return its exit code."""
+        """Wait for the exit and return the exit code."""
         assert self._popen is not None
         return await self._popen.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if the process runs."""
         if self._popen is not None and self._popen.returncode is None:
             self._popen.send_signal(number)
 
-    def last_words(self) -> str:
-        """Return what is known of why it ended: its own status, or the end of its log."""
+    def exit_reason(self) -> str:
+        """Return the last status that the process sent, or else the last line of its log."""
         if self.status:
             return self.status
         if self._log is not None and self._log.exists():
@@ -84,7 +84,7 @@ class Process:
         return ""
 
     def close(self) -> None:
-        """Free the socket."""
+        """Close and remove the socket."""
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         self._socket_path.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ class Process:
             message = self._socket.recv(4096).decode(errors="replace")
         except BlockingIOError:
             return
-        self.last_beat = self._loop.time()
+        self.last_heartbeat = self._loop.time()
         for line in message.splitlines():
             key, _, value = line.partition("=")
             if key == "STATUS":

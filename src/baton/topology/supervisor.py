@@ -1,4 +1,4 @@
-"""The supervisor behind `baton serve`: a frontend and workers as processes, restarted when they fail or freeze."""
+"""The supervisor behind `baton serve`: runs a frontend and workers, and restarts a process that exits or hangs."""
 
 import asyncio
 import logging
@@ -17,16 +17,15 @@ from baton.engines.registry import prepare_model
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.listener import refuse_unusable_address
-from baton.topology.layout import lay_out
 from baton.topology.process import Process
-from baton.topology.progress import show_progress
-from baton.topology.ready import wait_for_model
+from baton.topology.process_specs import build_process_specs
+from baton.topology.startup import show_progress, wait_for_model
 
 log = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 FIRST_BACKOFF_S = 0.5
-LONGEST_BACKOFF_S = 15.0
+MAX_BACKOFF_S = 15.0
 STOP_MARGIN_S = 15.0
 FRONTEND_STOP_S = 10.0
 
@@ -35,9 +34,9 @@ Announce = Callable[[str, Settings], None]
 
 
 def run_supervisor(settings: Settings, announce: Announce) -> int:
-    """Run the whole system until it is told to stop; `announce` is called once when it serves, with the model's name.
+    """Run all processes until SIGINT or SIGTERM. `announce` is called once, when the endpoint serves a model.
 
-    The model is fetched here, once and before the clock of `start_timeout_s` runs, so that workers do not all try to.
+    The model is fetched here, once for all workers, and before `start_timeout_s` begins.
     """
     import uvloop
 
@@ -79,7 +78,7 @@ def _open_log_dir(directory: Path | None) -> Path | None:
 
 
 class Supervisor:
-    """Owns the processes of one `baton serve`."""
+    """Starts, restarts and stops the processes of one `baton serve`."""
 
     def __init__(self, settings: Settings, run_dir: Path) -> None:
         self._settings = settings
@@ -94,12 +93,13 @@ class Supervisor:
 
         self._frontend = process("frontend", "frontend", {})
         cores = len(os.sched_getaffinity(0))
-        self._workers = [process(place.name, place.command, place.variables) for place in lay_out(settings, cores)]
+        specs = build_process_specs(settings, cores)
+        self._workers = [process(spec.name, spec.command, spec.variables) for spec in specs]
 
     async def start(self, stop: asyncio.Event) -> str | None:
-        """Start everything; return the model's name when it is served, or None if told to stop before.
+        """Start all processes; return the name of the model when it is served, or None if `stop` is set before.
 
-        Raises ConfigError or EngineDead with the process's own words if one of them cannot start.
+        Raises ConfigError or EngineDead with the exit reason of a process that cannot start.
         """
         processes = [self._frontend, *self._workers]
         for process in processes:
@@ -121,28 +121,28 @@ class Supervisor:
         return starting.result()
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """Restart what ends or freezes, until told to stop."""
-        keepers = [asyncio.create_task(self._keep(process)) for process in (self._frontend, *self._workers)]
+        """Restart processes that exit or hang, until `stop` is set."""
+        watchers = [asyncio.create_task(self._restart_forever(process)) for process in (self._frontend, *self._workers)]
         try:
             await stop.wait()
         finally:
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.wait(keepers)
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.wait(watchers)
 
     async def stop(self) -> None:
-        """Drain the workers, then end the frontend; what does not end in time is killed.
+        """Drain the workers, then stop the frontend. A process that does not exit in time is killed.
 
-        When the workers have gone, every stream has ended: the frontend has only to let clients read the rest.
+        Once the workers have exited, all streams have ended: the frontend only sends the rest to its clients.
         """
         limit_s = self._settings.drain_timeout_s + STOP_MARGIN_S
-        await asyncio.gather(*(self._end(process, limit_s) for process in self._workers))
-        await self._end(self._frontend, min(limit_s, FRONTEND_STOP_S))
+        await asyncio.gather(*(self._stop_process(process, limit_s) for process in self._workers))
+        await self._stop_process(self._frontend, min(limit_s, FRONTEND_STOP_S))
         for process in (self._frontend, *self._workers):
             process.close()
 
     def kill(self) -> None:
-        """End every process at once, with nothing finished."""
+        """Kill every process at once, without draining."""
         for process in (self._frontend, *self._workers):
             process.send_signal(signal.SIGKILL)
 
@@ -157,49 +157,47 @@ class Supervisor:
             await asyncio.wait([ended, ready], return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 error: type[BatonError] = ConfigError if ended.result() == EXIT_CONFIG else EngineDead
-                raise error(process.last_words() or f"{process.name} ended with code {ended.result()}")
+                raise error(process.exit_reason() or f"{process.name} exited with code {ended.result()}")
         finally:
             ended.cancel()
             ready.cancel()
 
-    async def _keep(self, process: Process) -> None:
+    async def _restart_forever(self, process: Process) -> None:
         backoff_s = FIRST_BACKOFF_S
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
-            code = await self._until_ended(process)
-            backoff_s = (
-                FIRST_BACKOFF_S if loop.time() - started > LONGEST_BACKOFF_S else min(2 * backoff_s, LONGEST_BACKOFF_S)
-            )
-            log.warning("%s ended with code %d; starting it again in %.1f s", process.name, code, backoff_s)
+            code = await self._wait_for_exit(process)
+            backoff_s = FIRST_BACKOFF_S if loop.time() - started > MAX_BACKOFF_S else min(2 * backoff_s, MAX_BACKOFF_S)
+            log.warning("%s exited with code %d; restarting in %.1f s", process.name, code, backoff_s)
             await asyncio.sleep(backoff_s)
             await process.start(self._settings.stall_timeout_s)
 
-    async def _until_ended(self, process: Process) -> int:
-        """Wait for the process to end; kill it if it is ready and then shows no sign of life."""
+    async def _wait_for_exit(self, process: Process) -> int:
+        """Wait for the exit and return its code. A process that sends no heartbeat in time is killed."""
         loop = asyncio.get_running_loop()
         ended = asyncio.ensure_future(process.wait())
         started = loop.time()
         try:
             while not ended.done():
                 await asyncio.wait([ended], timeout=self._settings.stall_timeout_s / 4)
-                silent_s = loop.time() - max(process.last_beat, started)
+                silent_s = loop.time() - max(process.last_heartbeat, started)
                 limit_s = self._settings.stall_timeout_s if process.ready.is_set() else self._settings.start_timeout_s
                 if silent_s > limit_s and not ended.done():
-                    log.error("%s shows no sign of life for %.0f s; killing it", process.name, silent_s)
+                    log.error("%s has sent no heartbeat for %.0f s; killing it", process.name, silent_s)
                     process.send_signal(signal.SIGKILL)
                     await ended
             return ended.result()
         finally:
             ended.cancel()
 
-    async def _end(self, process: Process, limit_s: float) -> None:
+    async def _stop_process(self, process: Process, limit_s: float) -> None:
         if process.pid is None:
             return
         process.send_signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(process.wait(), limit_s)
         except TimeoutError:
-            log.error("%s did not end within %g s (%s); killing it", process.name, limit_s, process.last_words())
+            log.error("%s did not exit within %g s (%s); killing it", process.name, limit_s, process.exit_reason())
             process.send_signal(signal.SIGKILL)
             await process.wait()

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 
 from baton.ports.runtime import Client, Context, Service, Wire
-from baton.router.files import read_blueprint
-from baton.router.request_view import read_ask
+from baton.router.request_view import view_request
 from baton.router.select import select_pool
+from baton.router.topology_file import read_topology
 from baton.testing import run_bounded
 from baton.testing.memory_runtime import MemoryRuntime
 from bench.peers.reference_router import ReferenceRouter
 from bench.peers.stamping_worker import as_is, generate, stamped_request
 from bench.result_files import Machine
-from bench.router import measure_selection, one_token, paced, read, selection_routes
+from bench.router import measure_selection, one_token, paced, read, selection_router
 from bench.router_report import (
     DIRECT,
     OURS,
@@ -47,10 +47,10 @@ async def served(handle: object) -> Client:
 def test_the_plan_is_valid_and_short_prompts_go_to_the_pool_that_has_a_worker(tmp_path: Path, pools: int) -> None:
     file = tmp_path / "plan.json"
     file.write_bytes(msgspec.json.encode(topology(pools)))
-    part = read_blueprint(file, "bench-baton").plan.parts["aggregated"]
-    choice = select_pool(part, read_ask(stamped_request(1, 0.0)).point)
-    assert part.pools[choice.pool].path == "bench-pool0.backend.generate"
-    assert len(part.pools) == pools
+    plan = read_topology(file, "bench-baton").plan.roles["aggregated"]
+    choice = select_pool(plan, view_request(stamped_request(1, 0.0)).point)
+    assert plan.pools[choice.pool].path == "bench-pool0.backend.generate"
+    assert len(plan.pools) == pools
 
 
 def test_the_loads_count_what_they_send_and_time_what_comes() -> None:
@@ -94,11 +94,11 @@ def test_the_reference_router_chooses_by_the_same_grid() -> None:
 
     async def body() -> None:
         router = ReferenceRouter([Answering(n) for n in range(4)], 1000, range(4))
-        part = selection_routes(4).part
+        plan = selection_router(4).role_plan
         for length in (0, 249, 250, 999, 5000):
             request = stamped_request(1, 0.0, prompt=length)
             assert [item async for item in router.generate(request)] == [
-                select_pool(part, read_ask(request).point).pool
+                select_pool(plan, view_request(request).point).pool
             ]
 
     run_bounded(body())
@@ -144,7 +144,7 @@ def test_the_page_has_every_system_and_takes_differences_within_a_repeat() -> No
     assert page.count(f"{ours} 500 (500 to 500) |") == 1  # a request
     assert "| Baton, 4 pools | 50 (50 to 50) | 1.00 (1.00 to 1.00) | 500 (500 to 500) |" in page
     assert "| Baton, 4 pools | 1 (1 to 1) | 4 (4 to 4) |" in page
-    assert "| the reference's way, 4 pools | - | - |" in page
+    assert "| Dynamo's way, 4 pools | - | - |" in page
     assert "| 4 | 900 (900 to 900) | 1,800 (1,800 to 1,800) |" in page
 
 

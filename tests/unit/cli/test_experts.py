@@ -1,4 +1,4 @@
-"""`baton experts plan`: what it prints and writes, and one line for what is wrong."""
+"""`baton experts plan`: its output, the layout file, and errors in one line."""
 
 import json
 from pathlib import Path
@@ -18,11 +18,11 @@ def dump(tmp_path: Path) -> Path:
     return path
 
 
-def run(*words: object) -> Result:
-    return CliRunner().invoke(cli, ["experts", "plan", *map(str, words)])
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["experts", "plan", *map(str, args)])
 
 
-def test_a_plan_is_shown_written_and_usable(dump: Path, tmp_path: Path) -> None:
+def test_plan_is_printed_and_written_in_a_usable_file(dump: Path, tmp_path: Path) -> None:
     out = tmp_path / "layout.json"
     result = run(dump, "--ranks", 2, "--redundant", 2, "--out", out)
     assert result.exit_code == 0, result.output
@@ -33,7 +33,7 @@ def test_a_plan_is_shown_written_and_usable(dump: Path, tmp_path: Path) -> None:
     assert expert_arguments(ExpertOptions(layout=str(out), redundant=2), ep_size=2)
 
 
-def test_the_table_tells_before_and_after(dump: Path) -> None:
+def test_table_compares_trivial_and_planned_layout(dump: Path) -> None:
     # Trivial: 15 and 11, 40 and 2. Planned: 13 and 13; 30 alone is more than the other three.
     lines = run(dump, "--ranks", 2).output.splitlines()
     table = {line[:34].strip(): line[34:].split("  ") for line in lines[2:7]}
@@ -45,10 +45,10 @@ def test_the_table_tells_before_and_after(dump: Path) -> None:
         "busiest rank / mean rank": ["1.53x", "1.24x"],
         "busiest rank / mean, worst layer": ["1.90x", "1.48x"],
     }
-    assert lines[-1] == "Nothing was written; name a file with --out FILE to use this layout."
+    assert lines[-1] == "The layout was not written; use --out FILE to write it."
 
 
-def test_groups_stay_on_their_node(dump: Path, tmp_path: Path) -> None:
+def test_groups_stay_on_one_node(dump: Path, tmp_path: Path) -> None:
     out = tmp_path / "layout.json"
     result = run(dump, "--ranks", 2, "--nodes", 2, "--groups", 2, "--out", out)
     assert "2 ranks of 2 nodes, 2 slots each; hierarchical" in result.output
@@ -57,22 +57,25 @@ def test_groups_stay_on_their_node(dump: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
-        (["--ranks", "3"], "4 experts and 0 redundant ones do not divide over 3 ranks: take 2, 5, ... redundant ones"),
-        (["--ranks", "2", "--algorithm", "hierarchical"], "say how many groups there are"),
-        (["--ranks", "2", "--out", "layout.txt"], "layout.txt must end in .json or .pt, for SGLang goes by the suffix"),
+        (["--ranks", "3"], "4 experts and 0 redundant experts cannot be divided over 3 ranks: use 2, 5, ..."),
+        (["--ranks", "2", "--algorithm", "hierarchical"], "needs the number of expert groups"),
+        (
+            ["--ranks", "2", "--out", "layout.txt"],
+            "layout.txt must end in .json or .pt: SGLang chooses the format by suffix",
+        ),
         (["--ranks", "2", "--out", "nowhere/layout.json"], "cannot write nowhere/layout.json"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line_with_exit_2(dump: Path, words: list[str], message: str) -> None:
-    result = run(dump, *words)
+def test_errors_are_one_line_with_exit_code_2(dump: Path, args: list[str], message: str) -> None:
+    result = run(dump, *args)
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_the_dump_is_never_overwritten(dump: Path) -> None:
+def test_dump_is_never_overwritten(dump: Path) -> None:
     before = dump.read_bytes()
     result = run(dump, "--ranks", 2, "--out", dump)
     assert result.exit_code == 2
@@ -80,6 +83,6 @@ def test_the_dump_is_never_overwritten(dump: Path) -> None:
     assert dump.read_bytes() == before
 
 
-@pytest.mark.parametrize("words", [[], ["--ranks", "0"], ["--ranks", "2", "--redundant", "-1"]])
-def test_options_out_of_bounds_are_refused(dump: Path, words: list[str]) -> None:
-    assert run(dump, *words).exit_code == 2
+@pytest.mark.parametrize("args", [[], ["--ranks", "0"], ["--ranks", "2", "--redundant", "-1"]])
+def test_options_out_of_bounds_are_refused(dump: Path, args: list[str]) -> None:
+    assert run(dump, *args).exit_code == 2

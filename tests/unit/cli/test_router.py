@@ -1,4 +1,4 @@
-"""`baton router check`: what it draws and explains, and one line for what is wrong."""
+"""`baton router check`: the rendered plan, the explained request, and errors in one line."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from baton.cli.main import cli
 POOLS = """
 mode: disaggregated
 defaults: {itl_ms: 40}
-settings: {transfer: {handoff: late}}
+settings: {kv: {handoff: late}}
 prefill:
   pools:
     - {name: short, workers: {count: 2}}
@@ -39,17 +39,17 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def run(*words: object) -> Result:
-    return CliRunner().invoke(cli, ["router", "check", *map(str, words)])
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["router", "check", *map(str, args)])
 
 
-def story(output: str, part: str) -> list[str]:
-    """Return what is said of the request in a part."""
-    text = output.partition(f"{part}: ")[2].partition("This request")[2].partition("\n\n")[0]
+def decision(output: str, role: str) -> list[str]:
+    """Return the lines about the request in a role."""
+    text = output.partition(f"{role}: ")[2].partition("This request")[2].partition("\n\n")[0]
     return [line.strip() for line in f"This request{text}".splitlines()]
 
 
-def test_a_file_is_drawn_and_summed_up(file: Path) -> None:
+def test_plan_is_rendered_with_a_summary(file: Path) -> None:
     result = run(file)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
@@ -58,57 +58,57 @@ def test_a_file_is_drawn_and_summed_up(file: Path) -> None:
     assert "baton-prefill-short.prefill.generate" in result.output
     assert "This request" not in result.output
     assert result.output.splitlines()[-4:] == [
-        "without targets  ttft_ms is the middle of its axis, itl_ms is 40",
-        "after a failure  faster pools",
+        "default targets  ttft_ms is the middle of its axis, itl_ms is 40",
+        "retry in         faster pools",
         "adaptive         no",
         "workers          2 for prefill pool short",
     ]
 
 
-def test_pools_are_named_after_the_routers_namespace(file: Path) -> None:
+def test_namespaces_of_pools_start_with_the_namespace_of_the_router(file: Path) -> None:
     assert "prod-decode-fast.decode.generate" in run(file, "--namespace", "prod").output
 
 
-def test_a_small_file_is_summed_up(tmp_path: Path) -> None:
+def test_minimal_plan_is_rendered_with_a_summary(tmp_path: Path) -> None:
     (tmp_path / "all.yaml").write_text(UNIFIED)
     assert run(tmp_path / "all.yaml").output.splitlines()[-4:] == [
-        "without targets  nothing changes",
-        "after a failure  no retry",
+        "default targets  none",
+        "retry in         no pool",
         "adaptive         yes",
         "workers          none are started from this file",
     ]
 
 
-def test_a_request_is_explained(file: Path) -> None:
+def test_routing_of_a_request_is_explained(file: Path) -> None:
     output = run(file, "--isl", 1500, "--osl", 3000, "--ttft-ms", 100).output
     assert "▶ long ◀" in output
-    assert story(output, "prefill") == [
-        "This request goes to long.",
-        "length       1500 (given), so bucket 1: 1024 to 2048",
-        "ttft_ms      100 (given), so bucket 0: 50 to 1050",
-        "chosen by    the grid, mapping[1][0]",
-        "if it fails  short",
+    assert decision(output, "prefill") == [
+        "This request goes to pool long.",
+        "length       1500 (given), bucket 1: 1024 to 2048",
+        "ttft_ms      100 (given), bucket 0: 50 to 1050",
+        "selected by  the grid, mapping[1][0]",
+        "on failure   retried in short",
     ]
-    assert story(output, "decode") == [
-        "This request goes to slow.",
-        "context      4500 (prompt 1500, answer 3000, past the axis), so bucket 1: 2048 to 4096",
-        "itl_ms       40 (not given, the file's default), so bucket 1: 35 to 60",
-        "chosen by    the grid, mapping[1][1]",
-        "if it fails  fast",
+    assert decision(output, "decode") == [
+        "This request goes to pool slow.",
+        "context      4500 (prompt 1500, output 3000, above the axis), bucket 1: 2048 to 4096",
+        "itl_ms       40 (not given, default of the file), bucket 1: 35 to 60",
+        "selected by  the grid, mapping[1][1]",
+        "on failure   retried in fast",
     ]
 
 
-def test_what_a_request_does_not_say_is_explained(file: Path) -> None:
+def test_missing_values_of_a_request_are_explained(file: Path) -> None:
     output = run(file, "--itl-ms", 0).output
-    assert story(output, "prefill")[1:3] == [
-        "length       0 (not given), so bucket 0: 0 to 1024",
-        "ttft_ms      1050 (not given, the middle of the axis), so bucket 1: 1050 to 2050",
+    assert decision(output, "prefill")[1:3] == [
+        "length       0 (not given), bucket 0: 0 to 1024",
+        "ttft_ms      1050 (not given, middle of the axis), bucket 1: 1050 to 2050",
     ]
-    assert story(output, "decode")[1:] == [
-        "context      0 (prompt not given, answer not given), so bucket 0: 0 to 2048",
-        "itl_ms       0 (given, before the axis), so bucket 0: 10 to 35",
-        "chosen by    the grid, mapping[0][0]",
-        "if it fails  nowhere, there is no faster pool",
+    assert decision(output, "decode")[1:] == [
+        "context      0 (prompt not given, output not given), bucket 0: 0 to 2048",
+        "itl_ms       0 (given, below the axis), bucket 0: 10 to 35",
+        "selected by  the grid, mapping[0][0]",
+        "on failure   not retried, there is no faster pool",
     ]
 
 
@@ -120,36 +120,36 @@ def test_what_a_request_does_not_say_is_explained(file: Path) -> None:
         (3, "long", "the grid, mapping[1][0]; no override has priority 3"),
     ],
 )
-def test_the_override_that_decides_is_named(file: Path, priority: int, pool: str, reason: str) -> None:
-    told = story(run(file, "--isl", 1500, "--ttft-ms", 1, "--priority", priority).output, "prefill")
-    assert told[0] == f"This request goes to {pool}."
-    assert told[3] == f"chosen by    {reason}"
+def test_matching_override_is_named(file: Path, priority: int, pool: str, reason: str) -> None:
+    lines = decision(run(file, "--isl", 1500, "--ttft-ms", 1, "--priority", priority).output, "prefill")
+    assert lines[0] == f"This request goes to pool {pool}."
+    assert lines[3] == f"selected by  {reason}"
 
 
-def test_where_a_request_goes_after_failures_is_told_in_order(tmp_path: Path) -> None:
+def test_retry_order_is_explained(tmp_path: Path) -> None:
     path = tmp_path / "pools.yaml"
     path.write_text(
         "mode: aggregated\nretry: {others: true}\naggregated: {pools: [{name: a}, {name: b}, {name: c}], mapping: b}"
     )
-    assert story(run(path, "--isl", 1).output, "aggregated")[-1] == "if it fails  a, then c"
+    assert decision(run(path, "--isl", 1).output, "aggregated")[-1] == "on failure   retried in a, then c"
     path.write_text(UNIFIED)
-    assert story(run(path, "--isl", 1).output, "aggregated") == [
-        "This request goes to all.",
-        "chosen by    the mapping, without axes",
-        "if it fails  nowhere, retry is off",
+    assert decision(run(path, "--isl", 1).output, "aggregated") == [
+        "This request goes to pool all.",
+        "selected by  the mapping, without axes",
+        "on failure   not retried, retry is off",
     ]
 
 
 @pytest.mark.parametrize(
-    "words", [["--isl", "-1"], ["--osl", "9" * 400], ["--ttft-ms", "-1"], ["--itl-ms", "nan"], ["--ttft-ms", "inf"]]
+    "args", [["--isl", "-1"], ["--osl", "9" * 400], ["--ttft-ms", "-1"], ["--itl-ms", "nan"], ["--ttft-ms", "inf"]]
 )
-def test_what_no_request_can_say_is_refused(file: Path, words: list[str]) -> None:
-    result = run(file, *words)
+def test_invalid_options_are_refused(file: Path, args: list[str]) -> None:
+    result = run(file, *args)
     assert result.exit_code == 2
-    assert words[0] in result.stderr
+    assert args[0] in result.stderr
 
 
-def test_what_is_wrong_is_said_in_one_line_with_exit_2(file: Path) -> None:
+def test_invalid_file_is_reported_in_one_line_with_exit_code_2(file: Path) -> None:
     file.write_text(POOLS.replace("[slow, slow]", "[slow]"))
     result = run(file)
     assert result.exit_code == 2
@@ -157,19 +157,19 @@ def test_what_is_wrong_is_said_in_one_line_with_exit_2(file: Path) -> None:
     assert result.stderr == f"baton: {file}: decode.mapping[1]: has 1 entry, itl_ms has 2 buckets\n"
 
 
-def test_the_page_shows_what_the_command_prints(file: Path) -> None:
+def test_docs_show_the_output_of_the_command(file: Path) -> None:
     page = (Path(__file__).parents[3] / "docs/router.md").read_text()
     file.write_text(page.partition("```yaml\n")[2].partition("```")[0])
     command, _, shown = page.partition("$ baton router check pools.yaml ")[2].partition("```")[0].partition("\n")
     assert run(file, *command.split()).stdout == shown.lstrip("\n")
 
 
-def baton(*words: object) -> "subprocess.CompletedProcess[str]":
-    command = [str(Path(sys.executable).with_name("baton")), "router", "check", *map(str, words)]
+def baton(*args: object) -> "subprocess.CompletedProcess[str]":
+    command = [str(Path(sys.executable).with_name("baton")), "router", "check", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_real_process_says_the_same(file: Path) -> None:
+def test_output_of_a_real_process_is_the_same(file: Path) -> None:
     done = baton(file, "--isl", 7)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == run(file, "--isl", 7).stdout
@@ -178,7 +178,7 @@ def test_a_real_process_says_the_same(file: Path) -> None:
     assert missing.stderr == f"baton: cannot read {file.with_name('nowhere.yaml')}: No such file or directory\n"
 
 
-def test_a_real_process_warns_of_what_can_hardly_be_meant(file: Path) -> None:
+def test_real_process_warns_about_an_unreachable_pool(file: Path) -> None:
     file.write_text(POOLS.replace("[[fast, slow], [slow, slow]]", "[[fast, fast], [fast, fast]]"))
     done = baton(file)
     assert (done.returncode, done.stderr) == (0, f"{file}: decode: no request can reach slow\n")

@@ -1,4 +1,4 @@
-"""Layouts of experts: what always holds, small cases worked by hand, and how near the best they come."""
+"""Expert layouts: invariants, small examples, and the distance from the optimum."""
 
 import itertools
 from collections import Counter
@@ -64,11 +64,11 @@ def test_every_expert_has_a_slot_and_every_slot_an_expert(algorithm: Algorithm, 
 
 @pytest.mark.parametrize("algorithm", ["auto", "global", "hierarchical"])
 @given(case=cases())
-def test_copies_of_an_expert_are_on_different_ranks_where_that_can_be(
+def test_copies_of_an_expert_are_on_different_ranks_if_possible(
     algorithm: Algorithm, case: tuple[Shape, Counts]
 ) -> None:
     shape, counts = case
-    # On a node of its own, an expert's room is that node; a rank with more slots than experts must repeat some.
+    # Hierarchical layouts use the experts of one node only; a rank with more slots than experts must repeat some.
     experts = shape.experts if resolve(shape, algorithm) == "global" else shape.experts // shape.nodes
     if shape.size <= experts:
         for row in plan(counts, shape, algorithm):
@@ -92,7 +92,7 @@ def test_hierarchical_keeps_each_group_on_one_node(case: tuple[Shape, Counts]) -
 
 
 @given(case=cases())
-def test_hierarchical_is_worse_than_trivial_only_where_trivial_splits_groups(case: tuple[Shape, Counts]) -> None:
+def test_hierarchical_is_worse_than_trivial_only_if_trivial_splits_groups(case: tuple[Shape, Counts]) -> None:
     shape, counts = case
     for loads, row in zip(counts, plan(counts, shape, "hierarchical"), strict=True):
         start = trivial(shape)
@@ -100,7 +100,7 @@ def test_hierarchical_is_worse_than_trivial_only_where_trivial_splits_groups(cas
 
 
 @given(case=cases())
-def test_a_plan_depends_on_nothing_but_its_input(case: tuple[Shape, Counts]) -> None:
+def test_plan_is_deterministic_and_independent_per_layer(case: tuple[Shape, Counts]) -> None:
     shape, counts = case
     layout = plan(counts, shape)
     assert plan(counts, shape) == layout
@@ -108,13 +108,13 @@ def test_a_plan_depends_on_nothing_but_its_input(case: tuple[Shape, Counts]) -> 
 
 
 @given(case=cases(), data=st.data())
-def test_the_names_of_experts_do_not_matter_to_the_packing(case: tuple[Shape, Counts], data: st.DataObject) -> None:
+def test_packing_does_not_depend_on_the_order_of_experts(case: tuple[Shape, Counts], data: st.DataObject) -> None:
     shape, counts = case
     loads = counts[0]
     order = data.draw(st.permutations(range(shape.experts)))
     renamed = [loads[expert] for expert in order]
-    most = shape.ranks * -(-shape.size // shape.experts)
-    copies, other = replicate(loads, shape.physical, most), replicate(renamed, shape.physical, most)
+    max_copies = shape.ranks * -(-shape.size // shape.experts)
+    copies, other = replicate(loads, shape.physical, max_copies), replicate(renamed, shape.physical, max_copies)
     assert sorted(zip(loads, copies, strict=True)) == sorted(zip(renamed, other, strict=True))
 
     def weights(loads: list[float], copies: list[int]) -> list[float]:
@@ -127,21 +127,21 @@ def test_the_names_of_experts_do_not_matter_to_the_packing(case: tuple[Shape, Co
 @given(
     loads=st.lists(st.integers(0, 100).map(float), min_size=1, max_size=8),
     extra=st.integers(0, 8),
-    most=st.integers(1, 6),
+    max_copies=st.integers(1, 6),
 )
-def test_no_other_choice_of_copies_has_a_lighter_heaviest_copy(loads: list[float], extra: int, most: int) -> None:
-    slots = min(len(loads) + extra, len(loads) * most)
-    copies = replicate(loads, slots, most)
+def test_replication_minimizes_the_heaviest_copy(loads: list[float], extra: int, max_copies: int) -> None:
+    slots = min(len(loads) + extra, len(loads) * max_copies)
+    copies = replicate(loads, slots, max_copies)
     assert sum(copies) == slots
-    assert all(1 <= count <= most for count in copies)
+    assert all(1 <= count <= max_copies for count in copies)
     heaviest = max(load / count for load, count in zip(loads, copies, strict=True))
-    # Copies that are all lighter would take more slots than there are, or more of one owner than it may have.
-    needed = [next((n for n in range(1, most + 1) if load / n < heaviest), most + 1) for load in loads]
-    assert heaviest == 0 or sum(needed) > slots or max(needed) > most
+    # Lighter copies would need more slots in total, or more copies of one owner than allowed.
+    needed = [next((n for n in range(1, max_copies + 1) if load / n < heaviest), max_copies + 1) for load in loads]
+    assert heaviest == 0 or sum(needed) > slots or max(needed) > max_copies
 
 
 def best_possible(loads: list[float], shape: Shape) -> float:
-    """Return the load of the busiest rank in the best of all layouts, by trying them."""
+    """Return the load of the busiest rank in the best layout, by brute force."""
     best = float("inf")
     choices = itertools.product(range(1, shape.ranks + 1), repeat=shape.experts)
     for copies in (choice for choice in choices if sum(choice) == shape.physical):
@@ -178,13 +178,13 @@ TINY = [
 
 
 @given(shape=st.sampled_from(TINY), data=st.data())
-def test_the_busiest_rank_is_within_a_third_of_the_best_possible(shape: Shape, data: st.DataObject) -> None:
+def test_busiest_rank_is_within_a_third_of_the_optimum(shape: Shape, data: st.DataObject) -> None:
     loads = data.draw(st.lists(st.integers(0, 50).map(float), min_size=shape.experts, max_size=shape.experts))
     [row] = plan([loads], shape)
     assert busiest(loads, row, shape) <= 4 / 3 * best_possible(loads, shape) + 1e-9
 
 
-def test_the_hottest_expert_gets_the_copy() -> None:
+def test_hottest_expert_gets_the_extra_copy() -> None:
     # 90 becomes 45 and 45, on different ranks; 15 goes beside one and 10 beside the other.
     shape = Shape(experts=3, redundant=1, ranks=2)
     [row] = plan([[10, 90, 15]], shape)
@@ -192,7 +192,7 @@ def test_the_hottest_expert_gets_the_copy() -> None:
     assert rank_loads([10, 90, 15], row, 2) == [60, 55]
 
 
-def test_heaviest_first_meets_lightest_rank() -> None:
+def test_heaviest_expert_goes_to_the_lightest_rank() -> None:
     # 8 | 7, then 6 beside 7, then 5 beside 8: 13 and 13.
     shape = Shape(experts=4, ranks=2)
     [row] = plan([[8, 7, 6, 5]], shape)
@@ -200,14 +200,14 @@ def test_heaviest_first_meets_lightest_rank() -> None:
     assert measure([[8, 7, 6, 5]], [row], 2).balancedness == 1.0
 
 
-def test_swaps_mend_what_heaviest_first_leaves() -> None:
-    # Heaviest first ends with 3 2 2 and 3 2 0; a 3 for a 2 makes it 2 2 2 and 3 3 0.
+def test_swaps_improve_the_greedy_packing() -> None:
+    # Greedy packing ends with 3 2 2 and 3 2 0; swapping a 3 and a 2 gives 2 2 2 and 3 3 0.
     shape = Shape(experts=6, ranks=2)
     [row] = plan([[3, 3, 2, 2, 2, 0]], shape)
     assert row == [2, 3, 4, 0, 1, 5]
 
 
-def test_an_extra_copy_may_be_better_idle() -> None:
+def test_extra_copy_may_stay_idle() -> None:
     # Halving a 3 gives 3 + 1.5 and 1.5 + 0; copying the idle expert gives 3 + 0 twice.
     shape = Shape(experts=3, redundant=1, ranks=2)
     [row] = plan([[3, 0, 3]], shape)
@@ -223,7 +223,7 @@ def test_hot_groups_go_to_different_nodes() -> None:
     assert {expert // 2 for expert in row[4:]} == {1, 3}
 
 
-def test_a_layer_without_load_keeps_the_trivial_layout() -> None:
+def test_layer_without_load_keeps_the_trivial_layout() -> None:
     shape = Shape(experts=4, redundant=2, ranks=3, nodes=1)
     layout = plan([[0, 0, 0, 0], [9, 1, 1, 1]], shape)
     assert layout[0] == trivial(shape) == [0, 1, 2, 3, 0, 1]
@@ -231,7 +231,7 @@ def test_a_layer_without_load_keeps_the_trivial_layout() -> None:
     assert measure([[0, 0, 0, 0], [9, 1, 1, 1]], layout, 3).worst_layer == 1
 
 
-def test_balance_is_mean_rank_by_busiest_averaged_over_layers() -> None:
+def test_balancedness_is_mean_by_busiest_rank_averaged_over_layers() -> None:
     shape = Shape(experts=4, ranks=2)
     balance = measure([[3, 3, 1, 1], [1, 1, 1, 1]], [trivial(shape)] * 2, 2)
     assert balance.balancedness == pytest.approx((4 / 6 + 1) / 2)
@@ -240,27 +240,27 @@ def test_balance_is_mean_rank_by_busiest_averaged_over_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "groups", "meant"),
+    ("nodes", "groups", "algorithm"),
     [(1, 4, "global"), (2, 4, "hierarchical"), (2, 3, "global"), (2, 0, "global")],
 )
-def test_auto_is_hierarchical_when_several_nodes_divide_the_groups(nodes: int, groups: int, meant: str) -> None:
-    assert resolve(Shape(experts=12, ranks=4, nodes=nodes, groups=groups), "auto") == meant
+def test_auto_is_hierarchical_if_several_nodes_divide_the_groups(nodes: int, groups: int, algorithm: str) -> None:
+    assert resolve(Shape(experts=12, ranks=4, nodes=nodes, groups=groups), "auto") == algorithm
 
 
 @pytest.mark.parametrize(
-    ("shape", "algorithm", "words"),
+    ("shape", "algorithm", "message"),
     [
-        (Shape(experts=8, redundant=1, ranks=4), "auto", "take 0, 4, ... redundant"),
-        (Shape(experts=8, ranks=4, nodes=3), "auto", "4 ranks do not divide over 3 nodes"),
-        (Shape(experts=8, ranks=4, groups=3), "auto", "8 experts do not divide into 3 groups"),
-        (Shape(experts=8, ranks=4, nodes=2), "hierarchical", "how many groups"),
+        (Shape(experts=8, redundant=1, ranks=4), "auto", "use 0, 4, ... redundant"),
+        (Shape(experts=8, ranks=4, nodes=3), "auto", "4 ranks cannot be divided over 3 nodes"),
+        (Shape(experts=8, ranks=4, groups=3), "auto", "8 experts cannot be divided into 3 groups"),
+        (Shape(experts=8, ranks=4, nodes=2), "hierarchical", "number of expert groups"),
         (
             Shape(experts=12, ranks=4, nodes=2, groups=3),
             "hierarchical",
-            "3 groups of experts do not divide over 2 nodes",
+            "3 expert groups cannot be divided over 2 nodes",
         ),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(shape: Shape, algorithm: Algorithm, words: str) -> None:
-    with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
+def test_impossible_shape_is_refused(shape: Shape, algorithm: Algorithm, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         plan([[1.0] * shape.experts], shape, algorithm)

@@ -33,12 +33,14 @@ INFO = EngineInfo(
 class CountingEngine(ScriptedEngine):
     """Embeds a list of tokens as (its length, its sum, 0, 0); waits for `gate` first, if there is one."""
 
-    def __init__(self, gate: asyncio.Event | None = None, error: BatonError | None = None) -> None:
-        super().__init__(capabilities=Capabilities(generate=False, embeddings=True), info=INFO)
+    def __init__(
+        self, gate: asyncio.Event | None = None, error: BatonError | None = None, info: EngineInfo = INFO
+    ) -> None:
+        super().__init__(capabilities=Capabilities(generate=False, embeddings=True), info=info)
         self.gate = gate
         self.error = error
         self.embedded: list[EmbedWork] = []
-        self.taken_back = 0
+        self.withdrawn = 0
 
     async def embed(self, work: EmbedWork) -> "list[array[float]]":
         if self.error is not None:
@@ -48,7 +50,7 @@ class CountingEngine(ScriptedEngine):
             try:
                 await self.gate.wait()
             except asyncio.CancelledError:
-                self.taken_back += 1
+                self.withdrawn += 1
                 raise
         return [array("f", [len(tokens), sum(tokens), 0, 0]) for tokens in work.inputs]
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode handler around a scripted engine, with rooms that only remember."""
+"""A prefill and a decode handler around a scripted engine, with fake rooms that record what is done to them."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,20 +22,20 @@ from baton.testing.memory_runtime import MemoryContext
 
 SHAPE = KvShape(model="tiny", dtype="float32", layers=1, kv_heads=1, head_dim=4, block_size=16)
 MEMORY = KvMemory(shape=SHAPE, address=0, planes=2, plane_bytes=0, block_bytes=256, blocks=0)
-SHOWS_KV = msgspec.structs.replace(SCRIPTED_INFO, kv=MEMORY)
+INFO_WITH_KV = msgspec.structs.replace(SCRIPTED_INFO, kv=MEMORY)
 
 
 class FakeLease:
-    """A Lease that remembers, and ends when told to."""
+    """A Lease that records its calls; a test ends it with `end` or `lose`."""
 
     def __init__(self) -> None:
-        self.told: list[KvComputed] = []
+        self.offered: list[KvComputed] = []
         self.failed: BatonError | None = None
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_lost: Callable[[BatonError], None] | None = None
 
     def computed(self, output: KvComputed) -> None:
-        self.told.append(output)
+        self.offered.append(output)
 
     def on_lost(self, callback: Callable[[BatonError], None]) -> None:
         self._on_lost = callback
@@ -56,22 +56,22 @@ class FakeLease:
 
 
 class FakeProducer:
-    """A Producer that remembers."""
+    """A Producer that records its calls."""
 
     address = ("127.0.0.1", 4000)
 
     def __init__(self, error: BatonError | None = None) -> None:
-        self.lent: list[tuple[Ticket, int]] = []
+        self.offers: list[tuple[Ticket, int]] = []
         self.leases: list[FakeLease] = []
         self.refused: list[tuple[Ticket, BatonError]] = []
-        self.before_lend: Callable[[], None] = lambda: None
+        self.before_offer: Callable[[], None] = lambda: None
         self._error = error
 
     def offer(self, ticket: Ticket, prompt_tokens: int) -> FakeLease:
-        self.before_lend()
+        self.before_offer()
         if self._error is not None:
             raise self._error
-        self.lent.append((ticket, prompt_tokens))
+        self.offers.append((ticket, prompt_tokens))
         self.leases.append(FakeLease())
         return self.leases[-1]
 
@@ -79,8 +79,8 @@ class FakeProducer:
         self.refused.append((ticket, error))
 
 
-class FakeLoan:
-    """A Claim that remembers."""
+class FakeClaim:
+    """A Claim that records its calls; `close` waits for `may_close`."""
 
     def __init__(self, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> None:
         self.on_arrived = on_arrived
@@ -89,15 +89,17 @@ class FakeLoan:
         self.placed: list[KvWanted] = []
         self.given_up = 0
         self.was_taken = 0
-        self.met: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        self.accepted: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         self.closed = 0
         self.on_close: Callable[[], None] = lambda: None
+        self.may_close = asyncio.Event()
+        self.may_close.set()
 
     async def claimed(self) -> None:
-        await asyncio.shield(self.met)
+        await asyncio.shield(self.accepted)
 
     async def meeting(self) -> tuple[str, int]:
-        return await asyncio.shield(self.met)
+        return await asyncio.shield(self.accepted)
 
     def taken(self) -> None:
         self.was_taken += 1
@@ -111,39 +113,40 @@ class FakeLoan:
     async def close(self) -> None:
         if not self.closed:
             self.on_close()
+        await self.may_close.wait()
         self.closed += 1
 
 
 class FakeConsumer:
-    """A Consumer that remembers."""
+    """A Consumer that records its calls."""
 
     def __init__(self) -> None:
         self.tickets: list[Ticket] = []
-        self.loans: list[FakeLoan] = []
+        self.claims: list[FakeClaim] = []
         self.declined: list[Ticket] = []
 
-    def claim(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> FakeLoan:
+    def claim(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> FakeClaim:
         self.tickets.append(ticket)
-        self.loans.append(FakeLoan(on_arrived, on_lost))
-        return self.loans[-1]
+        self.claims.append(FakeClaim(on_arrived, on_lost))
+        return self.claims[-1]
 
     def decline(self, ticket: Ticket) -> None:
         self.declined.append(ticket)
 
 
-class Bench:
-    """A worker of either role around a scripted engine, without a runtime and without a network."""
+class Harness:
+    """Handlers of both roles around a scripted engine, without a runtime and without a network."""
 
     def __init__(
         self,
         engine: ScriptedEngine,
         producer: FakeProducer | None = None,
         request_timeout_s: float = 60.0,
-        room: int = 8,
-        info: EngineInfo = SHOWS_KV,
+        limit: int = 8,
+        info: EngineInfo = INFO_WITH_KV,
     ) -> None:
         self.engine = engine
-        self.gate = Gate(room)
+        self.gate = Gate(limit)
         self.observer = RecordingObserver()
         self.producer = producer or FakeProducer()
         self.consumer = FakeConsumer()
@@ -152,15 +155,15 @@ class Bench:
         tracker = RequestTracker(self.gate, limits, self.observer, "role", lambda error: None)
         self.prefill = PrefillHandler(engine, info, tracker, self.producer)
         self.decode = DecodeHandler(engine, info, tracker, self.consumer)
-        self.trial = ProbeHandler(engine, info, tracker)
+        self.probe = ProbeHandler(engine, info, tracker)
 
     @property
     def lease(self) -> FakeLease:
         return self.producer.leases[0]
 
     @property
-    def claim(self) -> FakeLoan:
-        return self.consumer.loans[0]
+    def claim(self) -> FakeClaim:
+        return self.consumer.claims[0]
 
     def ended(self) -> State:
         [record] = self.observer.records

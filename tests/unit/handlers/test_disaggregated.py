@@ -1,4 +1,4 @@
-"""The prefill and decode roles: who is told what, in which order, and that nothing is held when it is over."""
+"""The prefill and decode roles: rooms, leases and claims in the right order, and nothing held at the end."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -9,6 +9,7 @@ import pytest
 from baton.errors import (
     BatonError,
     Cancelled,
+    ContextTooLong,
     DeadlineExceeded,
     Draining,
     EngineFailed,
@@ -27,7 +28,7 @@ from baton.protocol.requests import GenerateRequest, Sampling, StopConditions
 from baton.testing import ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import Script
 from baton.testing.memory_runtime import MemoryContext
-from tests.unit.handlers.handoff_fakes import Bench, FakeProducer
+from tests.unit.handlers.handoff_fakes import FakeProducer, Harness
 
 BOOTSTRAP = Bootstrap(host="127.0.0.1", port=4000, room=0, handoff_id=bytes(range(16)))
 TICKET = Ticket(host="127.0.0.1", port=4000, room=0, secret=bytes(range(16)))
@@ -55,104 +56,106 @@ async def settle(condition: Callable[[], object]) -> None:
     await eventually(lambda: bool(condition()))
 
 
-def test_early_prefill_opens_the_room_after_submitting_and_ends_when_it_is_empty() -> None:
+def test_early_prefill_opens_the_room_after_submit_and_ends_when_the_kv_is_taken() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(PREFILL))
+        harness = Harness(ScriptedEngine(PREFILL))
         submitted_first: list[bool] = []
-        bench.producer.before_lend = lambda: submitted_first.append(len(bench.engine.submitted) == 1)
-        reading = asyncio.create_task(collect(bench.prefill.generate(request(sampling=Sampling(n=1)), bench.context)))
-        await settle(lambda: bench.producer.leases and bench.lease.told and bench.lease.told[-1].complete)
+        harness.producer.before_offer = lambda: submitted_first.append(len(harness.engine.submitted) == 1)
+        reading = asyncio.create_task(
+            collect(harness.prefill.generate(request(sampling=Sampling(n=1)), harness.context))
+        )
+        await settle(lambda: harness.producer.leases and harness.lease.offered and harness.lease.offered[-1].complete)
         assert submitted_first == [True]
-        assert bench.producer.lent == [(TICKET, 3)]
-        assert [output.blocks for output in bench.lease.told] == [(4,), (5, 6)]
+        assert harness.producer.offers == [(TICKET, 3)]
+        assert [output.blocks for output in harness.lease.offered] == [(4,), (5, 6)]
         await asyncio.sleep(0.05)
-        assert bench.engine.aborted == [], "what is lent stays"
+        assert harness.engine.aborted == [], "KV that is offered stays"
         assert not reading.done()
-        bench.lease.end.set_result(None)
+        harness.lease.end.set_result(None)
         first, last = await reading
-        assert first.disaggregated_params is not None, "the frontend takes a prefill without any for a failure"
-        assert last == Chunk([9], finish_reason=FinishReason.LENGTH, usage=Usage(3, 1, 2)), "never stop, never eos"
-        [work] = bench.engine.submitted
+        assert first.disaggregated_params is not None, "the frontend treats a prefill without parameters as failed"
+        assert last == Chunk([9], finish_reason=FinishReason.LENGTH, usage=Usage(3, 1, 2)), "neither stop nor eos"
+        [work] = harness.engine.submitted
         assert (work.max_tokens, work.sampling.n, work.stop.min_tokens) == (1, 1, None)
-        assert work.handoff == Produce(), "such an engine need not know where"
-        assert bench.freed()
-        assert bench.ended() is State.COMPLETED
+        assert work.handoff == Produce(), "an engine with EngineInfo.kv needs no address"
+        assert harness.freed()
+        assert harness.ended() is State.COMPLETED
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize("computed", [False, True])
-def test_a_decode_worker_that_does_not_want_it_ends_the_prefill_without_an_error(computed: bool) -> None:
+def test_kv_that_decode_does_not_want_ends_the_prefill_without_an_error(computed: bool) -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(PREFILL if computed else PREFILL[:2]))
-        reading = asyncio.create_task(collect(bench.prefill.generate(request(), bench.context)))
-        await settle(lambda: bench.producer.leases and len(bench.lease.told) == 1 + computed)
-        bench.lease.lose(Cancelled("not wanted"))
+        harness = Harness(ScriptedEngine(PREFILL if computed else PREFILL[:2]))
+        reading = asyncio.create_task(collect(harness.prefill.generate(request(), harness.context)))
+        await settle(lambda: harness.producer.leases and len(harness.lease.offered) == 1 + computed)
+        harness.lease.lose(Cancelled("not wanted"))
         chunks = await reading
         assert chunks[-1].finish_reason is FinishReason.LENGTH
-        assert bench.freed()
-        assert bench.ended() is State.CANCELLED
-        assert bench.producer.refused == []
+        assert harness.freed()
+        assert harness.ended() is State.CANCELLED
+        assert harness.producer.refused == []
 
     run_bounded(body())
 
 
-@pytest.mark.parametrize("error", [PeerLost("gone"), EngineFailed("the decode's step failed")])
-def test_a_lease_that_is_lost_ends_the_prefill_and_leaves_the_failing_to_the_decode(error: BatonError) -> None:
+@pytest.mark.parametrize("error", [PeerLost("lost"), EngineFailed("the decode's step failed")])
+def test_a_lost_lease_ends_the_prefill_without_an_error(error: BatonError) -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(PREFILL))
-        reading = asyncio.create_task(collect(bench.prefill.generate(request(), bench.context)))
-        await settle(lambda: bench.producer.leases and len(bench.lease.told) == 2)
-        bench.lease.lose(error)
+        harness = Harness(ScriptedEngine(PREFILL))
+        reading = asyncio.create_task(collect(harness.prefill.generate(request(), harness.context)))
+        await settle(lambda: harness.producer.leases and len(harness.lease.offered) == 2)
+        harness.lease.lose(error)
         assert (await reading)[-1].finish_reason is FinishReason.LENGTH
-        assert bench.freed()
-        assert bench.ended() is State.FAILED
+        assert harness.freed()
+        assert harness.ended() is State.FAILED
 
     run_bounded(body())
 
 
-@pytest.mark.parametrize("phase", ["queued", "computing", "lent"])
+@pytest.mark.parametrize("phase", ["queued", "computing", "offered"])
 @pytest.mark.parametrize("why", ["client", "deadline", "shutdown", "engine"])
-def test_whatever_ends_a_prefill_the_lease_is_told_and_the_engine_freed(phase: str, why: str) -> None:
-    script = {"queued": [], "computing": PREFILL[:1], "lent": PREFILL}[phase]
-    failing = [*script[:2], EngineFailed("step")] if phase != "lent" else None
+def test_every_early_end_of_a_prefill_fails_the_lease_and_aborts(phase: str, why: str) -> None:
+    script = {"queued": [], "computing": PREFILL[:1], "offered": PREFILL}[phase]
+    failing = [*script[:2], EngineFailed("step")] if phase != "offered" else None
 
     async def body() -> None:
         if why == "engine" and failing is None:
             return
         engine = ScriptedEngine(failing if why == "engine" and failing else script)
-        bench = Bench(engine, request_timeout_s=0.1 if why == "deadline" else 60.0)
-        reading = asyncio.create_task(collect(bench.prefill.generate(request(), bench.context)))
-        told = {"queued": 0, "computing": 1, "lent": 2}[phase]
-        await settle(lambda: bench.producer.leases and len(bench.lease.told) >= told)
+        harness = Harness(engine, request_timeout_s=0.1 if why == "deadline" else 60.0)
+        reading = asyncio.create_task(collect(harness.prefill.generate(request(), harness.context)))
+        parts = {"queued": 0, "computing": 1, "offered": 2}[phase]
+        await settle(lambda: harness.producer.leases and len(harness.lease.offered) >= parts)
         if why == "client":
-            bench.context.cancel()
+            harness.context.cancel()
         elif why == "shutdown":
-            bench.gate.fire_all(Draining("leaving"))
+            harness.gate.fire_all(Draining("leaving"))
         expected = {"client": Cancelled, "deadline": DeadlineExceeded, "shutdown": Draining, "engine": EngineFailed}
         with pytest.raises(expected[why]):
             await reading
-        assert type(bench.lease.failed) is expected[why]
-        assert bench.freed()
+        assert type(harness.lease.failed) is expected[why]
+        assert harness.freed()
 
     run_bounded(body())
 
 
-def test_a_prefill_that_is_closed_from_outside_tells_its_lease() -> None:
+def test_closing_the_iterator_of_a_prefill_fails_the_lease() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(PREFILL[:1]))
-        chunks = bench.prefill.generate(request(), bench.context)
+        harness = Harness(ScriptedEngine(PREFILL[:1]))
+        chunks = harness.prefill.generate(request(), harness.context)
         await anext(chunks)
         await chunks.aclose()
-        assert isinstance(bench.lease.failed, PeerLost)
-        assert bench.freed()
+        assert isinstance(harness.lease.failed, PeerLost)
+        assert harness.freed()
 
     run_bounded(body())
 
 
-def test_who_waits_for_a_prefill_that_is_refused_is_told() -> None:
+def test_a_refused_prefill_refuses_its_ticket() -> None:
     async def body() -> None:
-        full = Bench(ScriptedEngine(PREFILL), room=1)
+        full = Harness(ScriptedEngine(PREFILL), limit=1)
         holder = asyncio.create_task(collect(full.prefill.generate(request(), full.context)))
         await settle(lambda: full.producer.leases)
         with pytest.raises(Overloaded):
@@ -160,11 +163,11 @@ def test_who_waits_for_a_prefill_that_is_refused_is_told() -> None:
         assert [(ticket, type(error)) for ticket, error in full.producer.refused] == [(TICKET, Overloaded)]
         full.lease.end.set_result(None)
         await holder
-        impossible = Bench(ScriptedEngine(InvalidRequest("too long")))
+        impossible = Harness(ScriptedEngine(InvalidRequest("too long")))
         with pytest.raises(InvalidRequest):
             await collect(impossible.prefill.generate(request(), impossible.context))
         assert [type(error) for _, error in impossible.producer.refused] == [InvalidRequest]
-        used = Bench(ScriptedEngine(PREFILL), FakeProducer(InvalidRequest("in use")))
+        used = Harness(ScriptedEngine(PREFILL), FakeProducer(InvalidRequest("in use")))
         with pytest.raises(InvalidRequest):
             await collect(used.prefill.generate(request(), used.context))
         assert used.freed()
@@ -172,200 +175,238 @@ def test_who_waits_for_a_prefill_that_is_refused_is_told() -> None:
     run_bounded(body())
 
 
-def test_a_decode_worker_that_left_before_the_room_was_there_fails_nothing() -> None:
+def test_a_room_declined_before_it_opens_ends_the_prefill_without_an_error() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(PREFILL), FakeProducer(Cancelled("it has left")))
-        [chunk] = await collect(bench.prefill.generate(request(), bench.context))
+        harness = Harness(ScriptedEngine(PREFILL), FakeProducer(Cancelled("declined")))
+        [chunk] = await collect(harness.prefill.generate(request(), harness.context))
         assert chunk.disaggregated_params == {}
         assert chunk.finish_reason is FinishReason.LENGTH
-        assert bench.freed()
-        assert bench.ended() is State.CANCELLED
+        assert harness.freed()
+        assert harness.ended() is State.CANCELLED
 
     run_bounded(body())
 
 
 def test_a_room_without_a_secret_is_refused() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(PREFILL))
-        open_to_all = Bootstrap(host="h", port=1, room=1)
-        for generate in (bench.prefill.generate, bench.decode.generate):
+        harness = Harness(ScriptedEngine(PREFILL))
+        without_secret = Bootstrap(host="h", port=1, room=1)
+        for generate in (harness.prefill.generate, harness.decode.generate):
             with pytest.raises(InvalidRequest, match="handoff_id"):
-                await collect(generate(request(open_to_all), bench.context))
-        assert bench.engine.submitted == []
+                await collect(generate(request(without_secret), harness.context))
+        assert harness.engine.submitted == []
 
     run_bounded(body())
 
 
-def test_the_room_says_which_rank_computes() -> None:
+def test_the_room_determines_the_dp_rank() -> None:
     async def body() -> None:
         engine = ScriptedEngine(PREFILL, capabilities=Capabilities(dp_size=4))
-        bench = Bench(engine)
+        harness = Harness(engine)
         at = Bootstrap(host="h", port=1, room=2**63 - 2, handoff_id=b"x")
-        reading = asyncio.create_task(collect(bench.prefill.generate(request(at), bench.context)))
-        await settle(lambda: bench.producer.leases)
+        reading = asyncio.create_task(collect(harness.prefill.generate(request(at), harness.context)))
+        await settle(lambda: harness.producer.leases)
         assert engine.submitted[0].dp_rank == (2**63 - 2) % 4
-        bench.lease.end.set_result(None)
+        harness.lease.end.set_result(None)
         await reading
 
     run_bounded(body())
 
 
-def test_late_prefill_gives_out_a_ticket_when_all_is_computed_and_keeps_the_kv_after_its_end() -> None:
+def test_late_prefill_returns_a_ticket_and_holds_the_kv_until_the_lease_ends() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(PREFILL))
-        chunks = await collect(bench.prefill.generate(request(None), bench.context))
-        [(ticket, _)] = bench.producer.lent
+        harness = Harness(ScriptedEngine(PREFILL))
+        chunks = await collect(harness.prefill.generate(request(None), harness.context))
+        [(ticket, _)] = harness.producer.offers
         assert chunks[0].disaggregated_params == params_of(ticket)
         assert chunks[-1].finish_reason is FinishReason.LENGTH
-        assert [output.blocks for output in bench.lease.told] == [(4, 5, 6)]
-        assert bench.lease.told[0].complete
-        assert bench.ended() is State.COMPLETED
+        assert [output.blocks for output in harness.lease.offered] == [(4, 5, 6)]
+        assert harness.lease.offered[0].complete
+        assert harness.ended() is State.COMPLETED
         await asyncio.sleep(0.05)
-        assert bench.engine.aborted == []
-        bench.lease.lose(PeerLost("expired"))
-        await settle(bench.freed)
+        assert harness.engine.aborted == []
+        harness.lease.lose(PeerLost("expired"))
+        await settle(harness.freed)
 
     run_bounded(body())
 
 
-def test_late_prefill_that_is_cancelled_keeps_nothing() -> None:
+def test_a_cancelled_late_prefill_frees_its_kv() -> None:
     async def body() -> None:
         never = asyncio.Event()
         for script in (PREFILL[:1], [*PREFILL[:3], never]):
-            bench = Bench(ScriptedEngine(script))
-            reading = asyncio.create_task(collect(bench.prefill.generate(request(None), bench.context)))
-            await settle(lambda bench=bench: bench.engine.submitted)
+            harness = Harness(ScriptedEngine(script))
+            reading = asyncio.create_task(collect(harness.prefill.generate(request(None), harness.context)))
+            await settle(lambda harness=harness: harness.engine.submitted)
             await asyncio.sleep(0.05)
-            bench.context.cancel()
+            harness.context.cancel()
             with pytest.raises(Cancelled):
                 await reading
-            await settle(bench.freed)
-            assert all(lease.end.done() for lease in bench.producer.leases)
+            await settle(harness.freed)
+            assert all(lease.end.done() for lease in harness.producer.leases)
 
     run_bounded(body())
 
 
-def test_a_trial_lends_and_borrows_nothing() -> None:
+def test_a_local_probe_opens_no_room_and_claims_none() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(DECODE[2:]))
-        chunks = await collect(bench.trial.generate(request(None), bench.context))
+        harness = Harness(ScriptedEngine(DECODE[2:]))
+        chunks = await collect(harness.probe.generate(request(None), harness.context))
         assert chunks[-1].finish_reason is FinishReason.LENGTH
-        assert isinstance(bench.engine.submitted[0].handoff, LocalProbe)
-        assert (bench.producer.lent, bench.consumer.tickets) == ([], [])
+        assert isinstance(harness.engine.submitted[0].handoff, LocalProbe)
+        assert (harness.producer.offers, harness.consumer.tickets) == ([], [])
 
     run_bounded(body())
 
 
-def test_decode_claims_at_once_places_what_the_engine_wants_and_goes_on() -> None:
+def test_decode_claims_places_the_kv_and_continues() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(DECODE))
-        chunks = bench.decode.generate(request(), bench.context)
+        harness = Harness(ScriptedEngine(DECODE))
+        chunks = harness.decode.generate(request(), harness.context)
         reading = asyncio.create_task(collect(chunks))
-        await settle(lambda: bench.consumer.loans and bench.claim.placed)
-        assert bench.consumer.tickets == [TICKET]
-        assert bench.claim.placed == [KvWanted(1, (7, 8))]
-        assert bench.engine.submitted[0].handoff == Consume(source=BOOTSTRAP)
-        bench.claim.cached_tokens = 2
-        bench.claim.on_arrived()
-        assert bench.engine.received_ids == [bench.engine.submitted[0].request_id]
+        await settle(lambda: harness.consumer.claims and harness.claim.placed)
+        assert harness.consumer.tickets == [TICKET]
+        assert harness.claim.placed == [KvWanted(1, (7, 8))]
+        assert harness.engine.submitted[0].handoff == Consume(source=BOOTSTRAP)
+        harness.claim.cached_tokens = 2
+        harness.claim.on_arrived()
+        assert harness.engine.received_ids == [harness.engine.submitted[0].request_id]
         assert (await reading)[-1] == Chunk([9], finish_reason=FinishReason.LENGTH, usage=Usage(3, 1, 2))
-        assert bench.claim.given_up == 0
-        assert bench.consumer.declined == []
-        assert bench.engine.aborted == []
+        assert harness.claim.given_up == 0
+        assert harness.consumer.declined == []
+        assert harness.engine.aborted == []
 
     run_bounded(body())
 
 
-@pytest.mark.parametrize("error", [PeerLost("gone"), InvalidRequest("the prefill refused it")])
+@pytest.mark.parametrize("error", [PeerLost("lost"), InvalidRequest("the prefill refused it")])
 def test_a_decode_that_loses_its_kv_fails_with_the_reason(error: BatonError) -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(DECODE[:1]))
+        harness = Harness(ScriptedEngine(DECODE[:1]))
         order: list[str] = []
-        reading = asyncio.create_task(collect(bench.decode.generate(request(), bench.context)))
-        await settle(lambda: bench.consumer.loans and bench.claim.placed)
-        bench.claim.on_close = lambda: order.append(f"closed, {len(bench.engine.aborted)} aborted")
-        bench.claim.on_lost(error)
+        reading = asyncio.create_task(collect(harness.decode.generate(request(), harness.context)))
+        await settle(lambda: harness.consumer.claims and harness.claim.placed)
+        harness.claim.on_close = lambda: order.append(f"closed, {len(harness.engine.aborted)} aborted")
+        harness.claim.on_lost(error)
         with pytest.raises(type(error), match=error.message):
             await reading
-        assert order == ["closed, 0 aborted"], "nothing may be written when the blocks are given back"
-        assert bench.freed()
+        assert order == ["closed, 0 aborted"], "nothing may be written into free blocks"
+        assert harness.freed()
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize("why", ["client", "deadline", "shutdown"])
 @pytest.mark.parametrize("phase", ["queued", "waiting for KV", "decoding"])
-def test_whatever_ends_a_decode_the_loan_is_closed_before_the_engine_is_freed(phase: str, why: str) -> None:
+def test_every_early_end_of_a_decode_closes_the_claim_before_the_abort(phase: str, why: str) -> None:
     script: Script = {"queued": [], "waiting for KV": DECODE[:1], "decoding": DECODE[:3]}[phase]
 
     async def body() -> None:
-        bench = Bench(ScriptedEngine(script), request_timeout_s=0.1 if why == "deadline" else 60.0)
-        reading = asyncio.create_task(collect(bench.decode.generate(request(), bench.context)))
-        await settle(lambda: bench.consumer.loans)
+        harness = Harness(ScriptedEngine(script), request_timeout_s=0.1 if why == "deadline" else 60.0)
+        reading = asyncio.create_task(collect(harness.decode.generate(request(), harness.context)))
+        await settle(lambda: harness.consumer.claims)
         order: list[int] = []
-        bench.claim.on_close = lambda: order.append(len(bench.engine.aborted))
+        harness.claim.on_close = lambda: order.append(len(harness.engine.aborted))
         await asyncio.sleep(0.03)
         if why == "client":
-            bench.context.cancel()
+            harness.context.cancel()
         elif why == "shutdown":
-            bench.gate.fire_all(Draining("leaving"))
+            harness.gate.fire_all(Draining("leaving"))
         with pytest.raises((Cancelled, DeadlineExceeded, Draining)):
             await reading
         assert order == [0]
-        assert bench.freed()
+        assert harness.freed()
 
     run_bounded(body())
 
 
-def test_an_engine_that_has_everything_lets_the_prefill_go() -> None:
+def test_a_decode_with_the_whole_prompt_cached_gives_up_the_claim() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(DECODE[2:]))
-        await collect(bench.decode.generate(request(), bench.context))
-        assert bench.claim.given_up == 1
-        assert bench.claim.placed == []
+        harness = Harness(ScriptedEngine(DECODE[2:]))
+        await collect(harness.decode.generate(request(), harness.context))
+        assert harness.claim.given_up == 1
+        assert harness.claim.placed == []
 
     run_bounded(body())
 
 
-def test_a_ticket_that_is_not_used_is_declined() -> None:
+@pytest.mark.parametrize("before", ["submit", "first output", "last output"])
+def test_a_second_cancellation_does_not_stop_the_abort_after_the_claim_is_closed(before: str) -> None:
+    script: Script = {"submit": [], "first output": DECODE[:1], "last output": DECODE[:3]}[before]
+
     async def body() -> None:
-        bench = Bench(ScriptedEngine(InvalidRequest("no")))
-        with pytest.raises(InvalidRequest):
-            await collect(bench.decode.generate(request(), bench.context))
+        harness = Harness(ScriptedEngine(script))
+        reading = asyncio.create_task(collect(harness.decode.generate(request(), harness.context)))
+        await settle(lambda: harness.engine.submitted)
+        await asyncio.sleep(0.03)
+        harness.claim.may_close.clear()
+        closing = asyncio.Event()
+        harness.claim.on_close = closing.set
+        reading.cancel()
+        await closing.wait()
+        reading.cancel()
+        await asyncio.sleep(0.01)
+        assert harness.engine.aborted == [], "KV may still be written into the blocks"
+        harness.claim.may_close.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await settle(harness.freed)
+
+    run_bounded(body())
+
+
+def test_an_unused_ticket_is_declined() -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine(DECODE))
+        too_long = request(max_tokens=5000)
+        with pytest.raises(ContextTooLong):
+            await collect(harness.decode.generate(too_long, harness.context))
         chunks = await collect(
-            bench.decode.generate(
+            harness.decode.generate(
                 GenerateRequest(token_ids=PROMPT, stop=StopConditions(max_tokens=0), bootstrap=BOOTSTRAP),
                 MemoryContext(),
             )
         )
         assert chunks[-1].finish_reason is FinishReason.LENGTH
-        assert bench.consumer.declined == [TICKET, TICKET]
+        assert harness.consumer.declined == [TICKET, TICKET]
+        assert harness.consumer.claims == []
 
     run_bounded(body())
 
 
-def test_choices_that_the_frontend_would_lose_are_refused() -> None:
+def test_a_claim_is_closed_when_the_engine_refuses_the_work() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(DECODE, capabilities=Capabilities(max_choices=4)))
+        harness = Harness(ScriptedEngine(InvalidRequest("no")))
+        with pytest.raises(InvalidRequest):
+            await collect(harness.decode.generate(request(), harness.context))
+        assert harness.claim.closed >= 1
+        assert harness.consumer.declined == []
+
+    run_bounded(body())
+
+
+def test_several_choices_with_an_early_handoff_are_refused() -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine(DECODE, capabilities=Capabilities(max_choices=4)))
         with pytest.raises(Unsupported, match="--kv-handoff late"):
-            await collect(bench.decode.generate(request(sampling=Sampling(n=2)), bench.context))
-        assert bench.consumer.declined == [TICKET]
+            await collect(harness.decode.generate(request(sampling=Sampling(n=2)), harness.context))
+        assert harness.consumer.declined == [TICKET]
 
     run_bounded(body())
 
 
-def test_a_decode_without_a_room_computes_by_itself() -> None:
+def test_a_decode_without_a_ticket_computes_the_prompt() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(DECODE[2:]))
-        chunks = await collect(bench.decode.generate(request(None), bench.context))
+        harness = Harness(ScriptedEngine(DECODE[2:]))
+        chunks = await collect(harness.decode.generate(request(None), harness.context))
         assert chunks[-1].usage == Usage(3, 1, 0)
-        assert bench.engine.submitted[0].handoff is None
-        assert bench.consumer.tickets == []
+        assert harness.engine.submitted[0].handoff is None
+        assert harness.consumer.tickets == []
 
     run_bounded(body())
 
 
-def test_a_late_ticket_survives_the_frontend() -> None:
+def test_a_late_ticket_is_read_from_the_prefill_result() -> None:
     ticket = new_ticket(("::1", 4000), dp_rank=3, dp_size=4)
     assert ticket.room % 4 == 3
     wire = {"token_ids": [1], "prefill_result": {"disaggregated_params": params_of(ticket)}}
@@ -373,7 +414,7 @@ def test_a_late_ticket_survives_the_frontend() -> None:
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 64])
-def test_rooms_of_our_own_fit_and_name_their_rank(dp_size: int) -> None:
+def test_new_rooms_fit_63_bits_and_encode_their_rank(dp_size: int) -> None:
     for dp_rank in (0, dp_size - 1):
         for _ in range(100):
             room = new_ticket(("h", 1), dp_rank, dp_size).room

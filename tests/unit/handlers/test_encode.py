@@ -1,4 +1,4 @@
-"""The encode role: what it asks of an engine, what it hands on, and how long that is held."""
+"""The encode role: the work it submits, the result it returns, and how long that is held."""
 
 import asyncio
 from contextlib import aclosing
@@ -28,14 +28,15 @@ from baton.protocol.requests import GenerateRequest
 from baton.request.gate import Gate
 from baton.request.tracker import RequestLimits, RequestTracker
 from baton.testing import RecordingObserver, eventually, run_bounded
+from baton.testing.fakes import SCRIPTED_INFO
 from baton.testing.memory_runtime import MemoryContext
 from tests.unit.handlers.handoff_fakes import FakeProducer
 from tests.unit.media.media_fakes import EncodingEngine, FakeLoader
 
-PICTURES = {"image_url": [{"Url": "https://example.com/a"}, "data:,b"]}
+IMAGES = {"image_url": [{"Url": "https://example.com/a"}, "data:,b"]}
 
 
-def request(media: Any = PICTURES, tokens: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
+def request(media: Any = IMAGES, tokens: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
     return decode_request({"token_ids": list(tokens), "multi_modal_data": media})
 
 
@@ -54,10 +55,10 @@ class Encoder:
         self.context = MemoryContext()
         limits = RequestLimits(request_timeout_s=request_timeout_s, abort_timeout_s=0.5)
         tracker = RequestTracker(self.gate, limits, self.observer, "encode", self.fatal.append)
-        self.handler = EncodeHandler(self.engine, tracker, self.loader, self.producer)
+        self.handler = EncodeHandler(self.engine, SCRIPTED_INFO, tracker, self.loader, self.producer)
 
-    async def encode(self, asked: GenerateRequest | None = None) -> list[Chunk]:
-        return [chunk async for chunk in self.handler.generate(asked or request(), self.context)]
+    async def encode(self, sent: GenerateRequest | None = None) -> list[Chunk]:
+        return [chunk async for chunk in self.handler.generate(sent or request(), self.context)]
 
     def ended(self) -> State:
         [record] = self.observer.records
@@ -65,7 +66,7 @@ class Encoder:
         return record.state
 
 
-def test_one_chunk_ends_the_answer_and_has_a_ticket_beside_the_engines_words() -> None:
+def test_one_final_chunk_carries_the_ticket_and_the_engines_parameters() -> None:
     async def body() -> None:
         encoder = Encoder()
         [chunk] = await encoder.encode()
@@ -80,14 +81,14 @@ def test_one_chunk_ends_the_answer_and_has_a_ticket_beside_the_engines_words() -
         assert chunk.encoder_result is not None
         ticket, params = encoder_ticket(chunk.encoder_result)
         assert params == {"handle": str(work.request_id)}
-        assert encoder.producer.lent == [(ticket, 3)]
+        assert encoder.producer.offers == [(ticket, 3)]
         assert encoder.ended() is State.COMPLETED
 
     run_bounded(body())
 
 
-@pytest.mark.parametrize("end", ["taken", "expired", "gone"])
-def test_d16_what_was_made_outlives_the_call_and_is_freed_when_its_lease_ends(end: str) -> None:
+@pytest.mark.parametrize("end", ["taken", "expired", "lost"])
+def test_d16_encoded_media_outlive_the_request_and_are_freed_when_the_lease_ends(end: str) -> None:
     async def body() -> None:
         encoder = Encoder()
         await encoder.encode()
@@ -103,7 +104,7 @@ def test_d16_what_was_made_outlives_the_call_and_is_freed_when_its_lease_ends(en
     run_bounded(body())
 
 
-def test_d16_a_client_that_leaves_while_media_are_fetched_leaves_nothing() -> None:
+def test_d16_cancellation_while_media_are_fetched_encodes_nothing() -> None:
     async def body() -> None:
         encoder = Encoder(loader=FakeLoader(gate=asyncio.Event()))
         call = asyncio.create_task(encoder.encode())
@@ -117,14 +118,14 @@ def test_d16_a_client_that_leaves_while_media_are_fetched_leaves_nothing() -> No
     run_bounded(body())
 
 
-@pytest.mark.parametrize("how", ["leaves", "deadline", "shutdown", "task"])
-def test_d16_a_call_that_ends_while_the_engine_encodes_takes_the_work_back(how: str) -> None:
+@pytest.mark.parametrize("how", ["cancel", "deadline", "shutdown", "task"])
+def test_d16_a_request_that_ends_while_the_engine_encodes_withdraws_the_work(how: str) -> None:
     async def body() -> None:
         encoder = Encoder(EncodingEngine(gate=asyncio.Event()), request_timeout_s=0.05 if how == "deadline" else 60.0)
         call = asyncio.create_task(encoder.encode())
         await eventually(lambda: bool(encoder.engine.encoded))
         expected: type[BaseException] = DeadlineExceeded
-        if how == "leaves":
+        if how == "cancel":
             expected = Cancelled
             encoder.context.cancel()
         elif how == "shutdown":
@@ -135,7 +136,7 @@ def test_d16_a_call_that_ends_while_the_engine_encodes_takes_the_work_back(how: 
             call.cancel()
         with pytest.raises(expected):
             await call
-        assert encoder.engine.taken_back == 1
+        assert encoder.engine.withdrawn == 1
         assert encoder.engine.aborted == [encoder.engine.encoded[0].request_id]
         assert encoder.producer.leases == []
         assert encoder.gate.in_flight == 0
@@ -143,7 +144,7 @@ def test_d16_a_call_that_ends_while_the_engine_encodes_takes_the_work_back(how: 
     run_bounded(body())
 
 
-def test_d16_a_reply_that_cannot_be_sent_frees_what_was_made() -> None:
+def test_d16_a_reply_that_cannot_be_sent_frees_the_encoded_media() -> None:
     async def body() -> None:
         encoder = Encoder()
         replies = encoder.handler.generate(request(), encoder.context)
@@ -152,13 +153,13 @@ def test_d16_a_reply_that_cannot_be_sent_frees_what_was_made() -> None:
             assert len(encoder.engine.held) == 1
         await eventually(lambda: not encoder.engine.held)
         [lease] = encoder.producer.leases
-        assert lease.failed is not None, "who comes with the ticket is told"
+        assert lease.failed is not None, "a worker that claims it gets the reason"
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("bad"), EngineFailed("failed"), EngineDead("dead")])
-def test_d16_an_engine_that_fails_is_told_to_abort(error: BatonError) -> None:
+def test_d16_a_failed_encode_is_aborted(error: BatonError) -> None:
     async def body() -> None:
         encoder = Encoder(EncodingEngine(error=error))
         with pytest.raises(type(error)):
@@ -170,24 +171,24 @@ def test_d16_an_engine_that_fails_is_told_to_abort(error: BatonError) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "why"),
+    ("sent", "error", "why"),
     [
         (request(media=None), InvalidRequest, "nothing to encode"),
         (request(media={}), InvalidRequest, "nothing to encode"),
         (request(media={"image_url": []}), InvalidRequest, "nothing to encode"),
         (request(tokens=()), InvalidRequest, "token_ids"),
         (request(media={"image_url": ["file:///etc/passwd"]}), InvalidRequest, r"image_url\[0\]: only http"),
-        (request(media={"video_url": ["https://a"]}), Unsupported, r"video_url\[0\]: this engine encodes image"),
+        (request(media={"video_url": ["https://a"]}), Unsupported, r"video_url: this engine takes image only"),
         (request(media={"image_url": [{"Decoded": {}}]}), Unsupported, r"image_url\[0\].*decoded"),
     ],
 )
-def test_what_cannot_be_encoded_is_refused_before_anything_is_fetched(
-    asked: GenerateRequest, error: type[BatonError], why: str
+def test_a_request_that_cannot_be_encoded_is_refused_before_media_are_fetched(
+    sent: GenerateRequest, error: type[BatonError], why: str
 ) -> None:
     async def body() -> None:
         encoder = Encoder()
         with pytest.raises(error, match=why):
-            await encoder.encode(asked)
+            await encoder.encode(sent)
         assert encoder.loader.named == []
         assert encoder.engine.encoded == []
         assert encoder.ended() is State.REFUSED
@@ -195,7 +196,7 @@ def test_what_cannot_be_encoded_is_refused_before_anything_is_fetched(
     run_bounded(body())
 
 
-def test_media_that_cannot_be_had_never_reach_the_engine() -> None:
+def test_media_that_cannot_be_fetched_never_reach_the_engine() -> None:
     async def body() -> None:
         encoder = Encoder(loader=FakeLoader(error=InvalidRequest("multi_modal_data.image_url[0]: not found")))
         with pytest.raises(InvalidRequest, match="not found"):
@@ -205,7 +206,7 @@ def test_media_that_cannot_be_had_never_reach_the_engine() -> None:
     run_bounded(body())
 
 
-def test_a_full_worker_refuses() -> None:
+def test_a_worker_at_its_limit_refuses() -> None:
     async def body() -> None:
         encoder = Encoder(EncodingEngine(gate=asyncio.Event()))
         calls = [asyncio.create_task(encoder.encode()) for _ in range(4)]
@@ -220,19 +221,31 @@ def test_a_full_worker_refuses() -> None:
     run_bounded(body())
 
 
-def test_d17_a_trial_reaches_the_engine_and_leaves_nothing() -> None:
+def test_d17_a_probe_encodes_an_image_and_frees_it() -> None:
     async def body() -> None:
         encoder = Encoder()
-        picture = MediaFile(modality="image", data=b"x")
-        await encoder.handler.trial((7,), picture, encoder.context)
-        assert [work.media for work in encoder.engine.encoded] == [(picture,)]
+        image = MediaFile(modality="image", data=b"x")
+        await encoder.handler.probe((7,), image, encoder.context)
+        assert [work.media for work in encoder.engine.encoded] == [(image,)]
         assert encoder.engine.held == set()
         assert encoder.producer.leases == []
         refusing = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
-        await refusing.handler.trial((7,), picture, refusing.context)
+        await refusing.handler.probe((7,), image, refusing.context)
         for error in (EngineFailed("failed"), EngineDead("dead")):
-            ill = Encoder(EncodingEngine(error=error))
+            failing = Encoder(EncodingEngine(error=error))
             with pytest.raises(type(error)):
-                await ill.handler.trial((7,), picture, ill.context)
+                await failing.handler.probe((7,), image, failing.context)
 
     run_bounded(body())
+
+
+def test_a_refused_probe_is_logged_as_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        encoder = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
+        for _ in range(2):
+            await encoder.handler.probe((7,), MediaFile(modality="image", data=b"x"), encoder.context)
+
+    with caplog.at_level("DEBUG"):
+        run_bounded(body())
+    levels = [record.levelname for record in caplog.records if "no place for an image" in record.message]
+    assert levels == ["WARNING", "DEBUG"]

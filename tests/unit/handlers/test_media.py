@@ -1,4 +1,4 @@
-"""Media on their way to an engine that computes: fetched, or on loan from an encode worker."""
+"""Media for an engine that computes prompts: fetched here, or claimed from an encode worker."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -23,14 +23,14 @@ from baton.request.tracker import RequestLimits, RequestTracker
 from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import SCRIPTED_INFO, Script
 from baton.testing.memory_runtime import MemoryContext
-from tests.unit.handlers.handoff_fakes import Bench, FakeConsumer, FakeProducer
+from tests.unit.handlers.handoff_fakes import FakeConsumer, FakeProducer, Harness
 from tests.unit.media.media_fakes import FakeLoader
 
 TICKET = Ticket(host="10.0.0.1", port=4000, room=5, secret=b"\x01\x02")
 RESULT = params_of(TICKET, {"handle": "h"})
 ONE: Script = [TokenDelta([9]), Finished(FinishReason.LENGTH)]
-READS = Capabilities(media_handles=True, handoff=HandoffStyle.LATE)
-SEES = Capabilities(modalities=frozenset({"text", "image"}), handoff=HandoffStyle.LATE)
+HANDLES = Capabilities(media_handles=True, handoff=HandoffStyle.LATE)
+IMAGES = Capabilities(modalities=frozenset({"text", "image"}), handoff=HandoffStyle.LATE)
 URLS = {"image_url": ["https://example.com/a.png"]}
 
 
@@ -38,10 +38,10 @@ def request(**more: Any) -> GenerateRequest:
     return decode_request({"token_ids": [1, 2, 3], "stop_conditions": {"max_tokens": 1}, **more})
 
 
-class House:
-    """Handlers of every role that computes, around one engine, with an intake."""
+class MediaHarness:
+    """Handlers of every role that computes prompts, around one engine, with media input."""
 
-    def __init__(self, script: Script = ONE, can: Capabilities = READS, loader: FakeLoader | None = None) -> None:
+    def __init__(self, script: Script = ONE, can: Capabilities = HANDLES, loader: FakeLoader | None = None) -> None:
         self.engine = ScriptedEngine(script, capabilities=can)
         self.consumer = FakeConsumer()
         self.loader = loader or FakeLoader()
@@ -60,68 +60,68 @@ class House:
         self.prefill = PrefillHandler(self.engine, SCRIPTED_INFO, tracker, self.producer, media_input)
         self.decode = DecodeHandler(self.engine, SCRIPTED_INFO, tracker, self.consumer, media_input)
 
-    async def compute(self, asked: GenerateRequest) -> list[Chunk]:
-        return await collect(self.aggregated.generate(asked, self.context))
+    async def compute(self, sent: GenerateRequest) -> list[Chunk]:
+        return await collect(self.aggregated.generate(sent, self.context))
 
 
 async def collect(chunks: AsyncGenerator[Chunk, None]) -> list[Chunk]:
     return [chunk async for chunk in chunks]
 
 
-def test_media_of_a_request_are_fetched_for_an_engine_that_sees() -> None:
+def test_media_are_fetched_for_an_engine_with_the_modality() -> None:
     async def body() -> None:
-        house = House(can=SEES)
-        await house.compute(request(multi_modal_data=URLS))
-        [work] = house.engine.submitted
+        harness = MediaHarness(can=IMAGES)
+        await harness.compute(request(multi_modal_data=URLS))
+        [work] = harness.engine.submitted
         place = "multi_modal_data.image_url[0]"
         assert work.media == (MediaFile(modality="image", data=b"https://example.com/a.png", place=place),)
-        await house.compute(request())
-        assert len(house.loader.named) == 1, "text is not held up"
+        await harness.compute(request())
+        assert len(harness.loader.named) == 1, "a request without media loads none"
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize(
-    ("asked", "can", "error", "why"),
+    ("sent", "can", "error", "why"),
     [
         (request(multi_modal_data=URLS), Capabilities(), Unsupported, r"multi_modal_data\.image_url: .*text only"),
-        (request(multi_modal_data={"video_url": ["https://a"]}), SEES, Unsupported, r"multi_modal_data\.video_url"),
-        (request(multi_modal_data=URLS), READS, Unsupported, "none has encoded them"),
-        (request(multi_modal_data={"image_url": ["file:///x"]}), SEES, InvalidRequest, "only http"),
-        (request(encoder_result=RESULT), SEES, Unsupported, "encoder_result: this engine"),
-        (request(encoder_result={}), READS, InvalidRequest, "encoder_result.*ticket"),
-        (request(encoder_result={"ticket": {"host": "a"}}), READS, InvalidRequest, "encoder_result"),
+        (request(multi_modal_data={"video_url": ["https://a"]}), IMAGES, Unsupported, r"multi_modal_data\.video_url"),
+        (request(multi_modal_data=URLS), HANDLES, Unsupported, "none has encoded these"),
+        (request(multi_modal_data={"image_url": ["file:///x"]}), IMAGES, InvalidRequest, "only http"),
+        (request(encoder_result=RESULT), IMAGES, Unsupported, "encoder_result: this engine"),
+        (request(encoder_result={}), HANDLES, InvalidRequest, "encoder_result.*ticket"),
+        (request(encoder_result={"ticket": {"host": "a"}}), HANDLES, InvalidRequest, "encoder_result"),
     ],
 )
-def test_what_the_engine_cannot_take_is_refused_by_name_before_anything_is_fetched(
-    asked: GenerateRequest, can: Capabilities, error: type[BatonError], why: str
+def test_unsupported_media_are_refused_by_field_before_anything_is_fetched(
+    sent: GenerateRequest, can: Capabilities, error: type[BatonError], why: str
 ) -> None:
     async def body() -> None:
-        house = House(can=can)
+        harness = MediaHarness(can=can)
         with pytest.raises(error, match=why) as refusal:
-            await house.compute(asked)
+            await harness.compute(sent)
         assert refusal.value.status == 400
-        assert house.loader.named == []
-        assert house.consumer.tickets == []
-        assert house.engine.submitted == []
+        assert harness.loader.named == []
+        assert harness.consumer.tickets == []
+        assert harness.engine.submitted == []
 
     run_bounded(body())
 
 
-def test_handles_reach_the_engine_once_the_room_is_ours_and_are_told_as_used() -> None:
+def test_handles_reach_the_engine_after_the_claim_is_accepted() -> None:
     async def body() -> None:
         first = asyncio.Event()
-        house = House([first, *ONE])
-        answer = asyncio.create_task(house.compute(request(encoder_result=RESULT, multi_modal_data=URLS)))
-        await eventually(lambda: bool(house.consumer.loans))
-        [claim] = house.consumer.loans
-        assert house.consumer.tickets == [TICKET]
+        harness = MediaHarness([first, *ONE])
+        answer = asyncio.create_task(harness.compute(request(encoder_result=RESULT, multi_modal_data=URLS)))
+        await eventually(lambda: bool(harness.consumer.claims))
+        [claim] = harness.consumer.claims
+        assert harness.consumer.tickets == [TICKET]
         await asyncio.sleep(0.02)
-        assert house.engine.submitted == [], "until it is claimed, it may have been freed"
-        claim.met.set_result(("", 0))
-        await eventually(lambda: bool(house.engine.submitted))
-        assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
-        assert house.loader.named == [], "nothing is fetched a second time"
+        assert harness.engine.submitted == [], "media may have been freed before the claim is accepted"
+        claim.accepted.set_result(("", 0))
+        await eventually(lambda: bool(harness.engine.submitted))
+        assert harness.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
+        assert harness.loader.named == [], "nothing is fetched a second time"
         assert claim.was_taken == 0
         first.set()
         await answer
@@ -131,75 +131,75 @@ def test_handles_reach_the_engine_once_the_room_is_ours_and_are_told_as_used() -
     run_bounded(body())
 
 
-def test_d16_a_request_that_loses_what_was_encoded_for_it_moves() -> None:
+def test_d16_a_request_that_loses_its_encoded_media_is_retryable() -> None:
     async def body() -> None:
-        house = House([asyncio.Event()])
-        answer = asyncio.create_task(house.compute(request(encoder_result=RESULT)))
-        await eventually(lambda: bool(house.consumer.loans))
-        [claim] = house.consumer.loans
-        claim.met.set_result(("", 0))
-        await eventually(lambda: bool(house.engine.submitted))
-        claim.on_lost(PeerLost("the line went dead"))
-        with pytest.raises(PeerLost, match=r"encode worker.*the line went dead") as loss:
+        harness = MediaHarness([asyncio.Event()])
+        answer = asyncio.create_task(harness.compute(request(encoder_result=RESULT)))
+        await eventually(lambda: bool(harness.consumer.claims))
+        [claim] = harness.consumer.claims
+        claim.accepted.set_result(("", 0))
+        await eventually(lambda: bool(harness.engine.submitted))
+        claim.on_lost(PeerLost("connection lost"))
+        with pytest.raises(PeerLost, match=r"encode worker.*connection lost") as loss:
             await answer
         assert loss.value.retryable
-        assert house.engine.aborted == [house.engine.submitted[0].request_id]
+        assert harness.engine.aborted == [harness.engine.submitted[0].request_id]
         assert claim.closed >= 1
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-def test_d16_a_client_that_leaves_gives_the_loan_back(claimed: bool) -> None:
+def test_d16_cancellation_closes_the_media_claim(claimed: bool) -> None:
     async def body() -> None:
-        house = House([asyncio.Event()])
-        answer = asyncio.create_task(house.compute(request(encoder_result=RESULT)))
-        await eventually(lambda: bool(house.consumer.loans))
-        [claim] = house.consumer.loans
+        harness = MediaHarness([asyncio.Event()])
+        answer = asyncio.create_task(harness.compute(request(encoder_result=RESULT)))
+        await eventually(lambda: bool(harness.consumer.claims))
+        [claim] = harness.consumer.claims
         if claimed:
-            claim.met.set_result(("", 0))
-            await eventually(lambda: bool(house.engine.submitted))
-        house.context.cancel()
+            claim.accepted.set_result(("", 0))
+            await eventually(lambda: bool(harness.engine.submitted))
+        harness.context.cancel()
         with pytest.raises(Cancelled):
             await answer
         assert claim.was_taken == 0
         assert claim.closed >= 1
-        assert house.gate.in_flight == 0
+        assert harness.gate.in_flight == 0
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_prefill_keeps_media_on_loan_as_long_as_its_own_kv(taken: bool) -> None:
+def test_a_prefill_keeps_media_claimed_as_long_as_its_kv(taken: bool) -> None:
     async def body() -> None:
-        house = House([HandoffReady({"kv": 1}), *ONE])
-        answer = asyncio.create_task(collect(house.prefill.generate(request(encoder_result=RESULT), house.context)))
-        await eventually(lambda: bool(house.consumer.loans))
-        [claim] = house.consumer.loans
-        claim.met.set_result(("", 0))
+        harness = MediaHarness([HandoffReady({"kv": 1}), *ONE])
+        answer = asyncio.create_task(collect(harness.prefill.generate(request(encoder_result=RESULT), harness.context)))
+        await eventually(lambda: bool(harness.consumer.claims))
+        [claim] = harness.consumer.claims
+        claim.accepted.set_result(("", 0))
         await answer
-        assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
+        assert harness.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
         await asyncio.sleep(0.02)
         assert (claim.was_taken, claim.closed) == (0, 0), "the decode may need some of them"
-        [lease] = house.producer.leases
+        [lease] = harness.producer.leases
         if taken:
             lease.end.set_result(None)
         else:
-            lease.lose(PeerLost("nobody came"))
+            lease.lose(PeerLost("expired"))
         await eventually(lambda: claim.closed >= 1)
         assert claim.was_taken == (1 if taken else 0)
-        assert house.engine.aborted == [house.engine.submitted[0].request_id]
+        assert harness.engine.aborted == [harness.engine.submitted[0].request_id]
 
     run_bounded(body())
 
 
-def test_a_prefill_that_fails_gives_the_loan_back() -> None:
+def test_a_failed_prefill_closes_the_media_claim() -> None:
     async def body() -> None:
-        house = House([PeerLost("lost")])
-        answer = asyncio.create_task(collect(house.prefill.generate(request(encoder_result=RESULT), house.context)))
-        await eventually(lambda: bool(house.consumer.loans))
-        [claim] = house.consumer.loans
-        claim.met.set_result(("", 0))
+        harness = MediaHarness([PeerLost("lost")])
+        answer = asyncio.create_task(collect(harness.prefill.generate(request(encoder_result=RESULT), harness.context)))
+        await eventually(lambda: bool(harness.consumer.claims))
+        [claim] = harness.consumer.claims
+        claim.accepted.set_result(("", 0))
         with pytest.raises(PeerLost):
             await answer
         assert (claim.was_taken, claim.closed >= 1) == (0, True)
@@ -209,39 +209,41 @@ def test_a_prefill_that_fails_gives_the_loan_back() -> None:
 
 def test_d27_a_decode_does_not_fetch_what_is_in_the_kv_already() -> None:
     async def body() -> None:
-        house = House()
+        harness = MediaHarness()
         late = params_of(Ticket(host="10.0.0.2", port=1, room=2, secret=b"x"), {"kv": 1})
-        asked = request(encoder_result=RESULT, multi_modal_data=URLS, prefill_result={"disaggregated_params": late})
-        await collect(house.decode.generate(asked, house.context))
-        [work] = house.engine.submitted
+        sent = request(encoder_result=RESULT, multi_modal_data=URLS, prefill_result={"disaggregated_params": late})
+        await collect(harness.decode.generate(sent, harness.context))
+        [work] = harness.engine.submitted
         assert isinstance(work.handoff, Consume)
         assert work.media == ()
-        assert house.loader.named == []
-        assert [ticket.host for ticket in house.consumer.tickets] == ["10.0.0.2"], "only the prefill's room is claimed"
+        assert harness.loader.named == []
+        assert [ticket.host for ticket in harness.consumer.tickets] == ["10.0.0.2"], (
+            "only the prefill's room is claimed"
+        )
 
     run_bounded(body())
 
 
-def test_a_decode_that_computes_by_itself_takes_media_like_any_other() -> None:
+def test_a_decode_without_kv_loads_media() -> None:
     async def body() -> None:
-        house = House()
-        answer = asyncio.create_task(collect(house.decode.generate(request(encoder_result=RESULT), house.context)))
-        await eventually(lambda: bool(house.consumer.loans))
-        house.consumer.loans[0].met.set_result(("", 0))
+        harness = MediaHarness()
+        answer = asyncio.create_task(collect(harness.decode.generate(request(encoder_result=RESULT), harness.context)))
+        await eventually(lambda: bool(harness.consumer.claims))
+        harness.consumer.claims[0].accepted.set_result(("", 0))
         await answer
-        assert house.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
+        assert harness.engine.submitted[0].media == (MediaHandles(params={"handle": "h"}),)
 
     run_bounded(body())
 
 
-def test_a_handler_without_an_intake_takes_text() -> None:
+def test_a_handler_without_a_media_loader_refuses_media() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ONE, capabilities=SEES))
-        with pytest.raises(Unsupported, match="fetches no media"):
-            await collect(bench.decode.generate(request(multi_modal_data=URLS), bench.context))
+        harness = Harness(ScriptedEngine(ONE, capabilities=IMAGES))
+        with pytest.raises(Unsupported, match="does not fetch media"):
+            await collect(harness.decode.generate(request(multi_modal_data=URLS), harness.context))
 
     run_bounded(body())
 
 
-def test_the_encoders_result_is_not_lost_when_a_request_is_forwarded() -> None:
+def test_the_encoder_result_is_forwarded() -> None:
     assert encode_request(request(encoder_result=RESULT))["encoder_result"] == RESULT

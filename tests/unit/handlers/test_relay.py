@@ -1,8 +1,9 @@
-"""From stream to chunks: merged, counted, and aborted on every way out but the regular one."""
+"""From an engine's stream to chunks: merged, counted, and aborted unless every choice has finished."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import NoReturn
 
 import pytest
 from dynamo import _core
@@ -42,7 +43,7 @@ END = Finished(FinishReason.LENGTH, cached_tokens=16)
 ENDLESS = [TokenDelta([1])]
 
 
-class Bench:
+class Harness:
     """An aggregated worker around an engine, without a runtime."""
 
     def __init__(self, engine: ScriptedEngine, flush_interval_s: float = 0.0, request_timeout_s: float = 60.0) -> None:
@@ -73,7 +74,7 @@ class Bench:
         return record.state, record.error_code
 
     def aborted(self) -> bool:
-        """Whether the engine was told, for this request, and holds nothing any more."""
+        """Whether every request was aborted at the engine, which holds none of them."""
         return (
             self.engine.aborted == [work.request_id for work in self.engine.submitted]
             and self.engine.progress().running == 0
@@ -86,38 +87,38 @@ def two_choices() -> Capabilities:
 
 def test_the_last_chunk_carries_the_reason_and_the_usage() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine([TokenDelta([5]), 0.01, TokenDelta([6, 7]), END]))
-        assert await bench.chunks() == [
+        harness = Harness(ScriptedEngine([TokenDelta([5]), 0.01, TokenDelta([6, 7]), END]))
+        assert await harness.chunks() == [
             Chunk([5]),
             Chunk([6, 7], finish_reason=FinishReason.LENGTH, usage=Usage(3, 3, 16)),
         ]
-        assert bench.ended() == (State.COMPLETED, None)
-        record = bench.observer.records[0]
+        assert harness.ended() == (State.COMPLETED, None)
+        record = harness.observer.records[0]
         assert (record.prompt_tokens, record.cached_tokens, record.completion_tokens) == (3, 16, 3)
         assert record.first_output_s is not None
 
     run_bounded(body())
 
 
-def test_a_request_that_was_moved_here_with_nothing_left_to_do_just_ends() -> None:
+def test_a_migrated_request_with_no_tokens_left_ends_at_once() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine([]))
+        harness = Harness(ScriptedEngine([]))
         request = GenerateRequest(token_ids=(1, 2, 3), stop=StopConditions(max_tokens=0))
-        chunks = [chunk async for chunk in bench.handler.generate(request, bench.context)]
+        chunks = [chunk async for chunk in harness.handler.generate(request, harness.context)]
         assert chunks == [Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(3, 0))]
-        assert bench.engine.submitted == []
-        assert bench.ended() == (State.COMPLETED, None)
+        assert harness.engine.submitted == []
+        assert harness.ended() == (State.COMPLETED, None)
 
     run_bounded(body())
 
 
-def test_an_answer_that_ends_well_is_not_aborted() -> None:
+def test_a_finished_request_is_not_aborted() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine([TokenDelta([5]), END]))
-        await bench.chunks()
-        async with aclosing(bench.generate()) as chunks:
+        harness = Harness(ScriptedEngine([TokenDelta([5]), END]))
+        await harness.chunks()
+        async with aclosing(harness.generate()) as chunks:
             assert (await anext(chunks)).finish_reason is FinishReason.LENGTH
-        assert bench.engine.aborted == []
+        assert harness.engine.aborted == []
 
     run_bounded(body())
 
@@ -125,25 +126,25 @@ def test_an_answer_that_ends_well_is_not_aborted() -> None:
 def test_tokens_faster_than_the_flush_interval_are_joined() -> None:
     async def body() -> None:
         script = [TokenDelta([0])] + [step for token in range(1, 20) for step in (0.001, TokenDelta([token]))]
-        bench = Bench(ScriptedEngine([*script, END]), flush_interval_s=3600.0)
-        chunks = await bench.chunks()
+        harness = Harness(ScriptedEngine([*script, END]), flush_interval_s=3600.0)
+        chunks = await harness.chunks()
         assert [chunk.token_ids for chunk in chunks] == [[0], list(range(1, 20))]
 
     run_bounded(body())
 
 
-def test_the_stop_reason_and_the_log_probabilities_are_handed_on() -> None:
+def test_stop_reason_and_log_probabilities_are_forwarded() -> None:
     async def body() -> None:
         logprobs = Logprobs((-0.5,))
         script = [TokenDelta([5], 0, logprobs), Finished(FinishReason.STOP, stop_reason=5)]
-        [chunk] = await Bench(ScriptedEngine(script)).chunks()
+        [chunk] = await Harness(ScriptedEngine(script)).chunks()
         assert (chunk.logprobs, chunk.stop_reason, chunk.finish_reason) == (logprobs, 5, FinishReason.STOP)
         assert chunk.usage == Usage(3, 1, None)
 
     run_bounded(body())
 
 
-def test_usage_counts_every_choice_and_comes_once_at_the_very_end() -> None:
+def test_usage_counts_every_choice_and_is_on_the_last_chunk_only() -> None:
     async def body() -> None:
         script = [
             TokenDelta([1], 0),
@@ -154,7 +155,7 @@ def test_usage_counts_every_choice_and_comes_once_at_the_very_end() -> None:
             TokenDelta([3], 0),
             Finished(FinishReason.LENGTH, 0),
         ]
-        chunks = await Bench(ScriptedEngine(script, capabilities=two_choices())).chunks(choices=2)
+        chunks = await Harness(ScriptedEngine(script, capabilities=two_choices())).chunks(choices=2)
         assert [(chunk.index, chunk.token_ids) for chunk in chunks] == [(0, [1]), (1, [2]), (1, []), (0, [3])]
         assert [chunk.usage for chunk in chunks] == [None, None, None, Usage(3, 3, None)]
 
@@ -165,7 +166,7 @@ def test_two_choices_that_end_together_have_one_usage() -> None:
     async def body() -> None:
         ends = [Finished(FinishReason.EOS, index) for index in (1, 0)]
         script = [TokenDelta([1], 0), TokenDelta([2], 1), *ends]
-        chunks = await Bench(ScriptedEngine(script, capabilities=two_choices())).chunks(choices=2)
+        chunks = await Harness(ScriptedEngine(script, capabilities=two_choices())).chunks(choices=2)
         assert [(chunk.index, chunk.finish_reason) for chunk in chunks] == [
             (1, FinishReason.EOS),
             (0, FinishReason.EOS),
@@ -177,146 +178,146 @@ def test_two_choices_that_end_together_have_one_usage() -> None:
 
 def test_a_handoff_becomes_a_chunk() -> None:
     async def body() -> None:
-        chunks = await Bench(ScriptedEngine([HandoffReady({"room": 0}), TokenDelta([1]), END])).chunks()
+        chunks = await Harness(ScriptedEngine([HandoffReady({"room": 0}), TokenDelta([1]), END])).chunks()
         assert chunks[0].disaggregated_params == {"room": 0}
 
     run_bounded(body())
 
 
-def cancel(bench: Bench) -> None:
-    bench.context.cancel()
+def cancel(harness: Harness) -> None:
+    harness.context.cancel()
 
 
-def drain(bench: Bench) -> None:
-    bench.gate.fire_all(Draining("leaving"))
+def drain(harness: Harness) -> None:
+    harness.gate.fire_all(Draining("leaving"))
 
 
-def stall(bench: Bench) -> None:
-    bench.gate.fire_all(EngineStalled("stuck"))
+def stall(harness: Harness) -> None:
+    harness.gate.fire_all(EngineStalled("stuck"))
 
 
 @pytest.mark.parametrize("script", [[], ENDLESS], ids=["before the first token", "while streaming"])
 @pytest.mark.parametrize(
-    ("leave", "error", "state"),
+    ("end_early", "error", "state"),
     [
         (cancel, Cancelled, State.CANCELLED),
         (drain, Draining, State.FAILED),
         (stall, EngineStalled, State.FAILED),
     ],
 )
-def test_whatever_fires_the_scope_aborts_at_the_engine(
-    script: list[Output], leave: Callable[[Bench], None], error: type[BatonError], state: State
+def test_every_reason_that_fires_the_scope_aborts_at_the_engine(
+    script: list[Output], end_early: Callable[[Harness], None], error: type[BatonError], state: State
 ) -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(script))
-        answer = asyncio.create_task(bench.chunks())
-        await eventually(lambda: len(bench.engine.submitted) == 1)
+        harness = Harness(ScriptedEngine(script))
+        answer = asyncio.create_task(harness.chunks())
+        await eventually(lambda: len(harness.engine.submitted) == 1)
         await asyncio.sleep(0.01)
-        leave(bench)
+        end_early(harness)
         with pytest.raises(error):
             await answer
-        assert bench.aborted()
-        assert bench.ended() == (state, error.code)
+        assert harness.aborted()
+        assert harness.ended() == (state, error.code)
 
     run_bounded(body())
 
 
 def test_the_deadline_aborts_at_the_engine() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ENDLESS), request_timeout_s=0.02)
+        harness = Harness(ScriptedEngine(ENDLESS), request_timeout_s=0.02)
         with pytest.raises(DeadlineExceeded):
-            await bench.chunks()
-        assert bench.aborted()
-        assert bench.ended() == (State.EXPIRED, "deadline_exceeded")
+            await harness.chunks()
+        assert harness.aborted()
+        assert harness.ended() == (State.EXPIRED, "deadline_exceeded")
 
     run_bounded(body())
 
 
 def test_closing_the_iterator_aborts_at_the_engine() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ENDLESS))
-        async with aclosing(bench.generate()) as chunks:
+        harness = Harness(ScriptedEngine(ENDLESS))
+        async with aclosing(harness.generate()) as chunks:
             await anext(chunks)
-        assert bench.aborted()
-        assert bench.ended() == (State.CANCELLED, "GeneratorExit")
+        assert harness.aborted()
+        assert harness.ended() == (State.CANCELLED, "GeneratorExit")
 
     run_bounded(body())
 
 
 def test_cancelling_the_task_aborts_at_the_engine() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ENDLESS))
-        answer = asyncio.create_task(bench.chunks())
-        await eventually(lambda: len(bench.engine.submitted) == 1)
+        harness = Harness(ScriptedEngine(ENDLESS))
+        answer = asyncio.create_task(harness.chunks())
+        await eventually(lambda: len(harness.engine.submitted) == 1)
         answer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await answer
-        assert bench.aborted()
-        assert bench.ended() == (State.CANCELLED, "CancelledError")
+        assert harness.aborted()
+        assert harness.ended() == (State.CANCELLED, "CancelledError")
 
     run_bounded(body())
 
 
-def test_an_abort_goes_on_when_the_task_is_cancelled_again() -> None:
+def test_a_second_cancellation_does_not_stop_the_abort() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ENDLESS, abort_takes_s=0.05))
-        answer = asyncio.create_task(bench.chunks())
-        await eventually(lambda: len(bench.engine.submitted) == 1)
+        harness = Harness(ScriptedEngine(ENDLESS, abort_takes_s=0.05))
+        answer = asyncio.create_task(harness.chunks())
+        await eventually(lambda: len(harness.engine.submitted) == 1)
         answer.cancel()
-        await eventually(lambda: len(bench.engine.aborted) == 1)
+        await eventually(lambda: len(harness.engine.aborted) == 1)
         answer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await answer
-        await eventually(bench.aborted)
+        await eventually(harness.aborted)
 
     run_bounded(body())
 
 
 def test_the_answer_ends_only_when_the_engine_has_confirmed_the_abort() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ENDLESS, abort_takes_s=0.05))
-        async with aclosing(bench.generate()) as chunks:
+        harness = Harness(ScriptedEngine(ENDLESS, abort_takes_s=0.05))
+        async with aclosing(harness.generate()) as chunks:
             await anext(chunks)
-        assert bench.engine.progress().running == 0
+        assert harness.engine.progress().running == 0
 
     run_bounded(body())
 
 
-def test_an_engine_that_never_confirms_an_abort_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_abort_that_the_engine_never_confirms_times_out(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ENDLESS, abort_takes_s=3600.0))
-        answer = asyncio.create_task(bench.chunks())
-        await eventually(lambda: len(bench.engine.submitted) == 1)
-        bench.context.cancel()
+        harness = Harness(ScriptedEngine(ENDLESS, abort_takes_s=3600.0))
+        answer = asyncio.create_task(harness.chunks())
+        await eventually(lambda: len(harness.engine.submitted) == 1)
+        harness.context.cancel()
         with pytest.raises(Cancelled):
             await answer
-        assert bench.ended() == (State.CANCELLED, "cancelled")
+        assert harness.ended() == (State.CANCELLED, "cancelled")
 
     run_bounded(body())
     assert "did not confirm an abort" in caplog.text
 
 
-def test_a_client_that_left_before_is_not_submitted() -> None:
+def test_a_request_cancelled_before_submit_is_not_submitted() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ENDLESS))
-        bench.context.cancel()
+        harness = Harness(ScriptedEngine(ENDLESS))
+        harness.context.cancel()
         with pytest.raises(Cancelled):
-            await bench.chunks()
-        assert bench.engine.submitted == []
-        assert bench.ended() == (State.CANCELLED, "cancelled")
+            await harness.chunks()
+        assert harness.engine.submitted == []
+        assert harness.ended() == (State.CANCELLED, "cancelled")
 
     run_bounded(body())
 
 
-def test_an_error_of_the_engine_is_raised_after_the_tokens_before_it() -> None:
+def test_an_engine_error_is_raised_after_the_tokens_before_it() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine([TokenDelta([1]), EngineFailed("broken")]))
-        async with aclosing(bench.generate()) as chunks:
+        harness = Harness(ScriptedEngine([TokenDelta([1]), EngineFailed("broken")]))
+        async with aclosing(harness.generate()) as chunks:
             assert await anext(chunks) == Chunk([1])
             with pytest.raises(EngineFailed, match="broken"):
                 await anext(chunks)
-        assert bench.ended() == (State.FAILED, "engine_failed")
-        assert bench.fatal == []
+        assert harness.ended() == (State.FAILED, "engine_failed")
+        assert harness.fatal == []
 
     run_bounded(body())
 
@@ -324,28 +325,46 @@ def test_an_error_of_the_engine_is_raised_after_the_tokens_before_it() -> None:
 @pytest.mark.parametrize("script", [EngineDead("dead"), [EngineDead("dead")], [TokenDelta([1]), EngineDead("dead")]])
 def test_a_dead_engine_reaches_the_worker(script: object) -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(script))  # type: ignore[arg-type]
+        harness = Harness(ScriptedEngine(script))  # type: ignore[arg-type]
         with pytest.raises(EngineDead):
-            await bench.chunks()
-        assert [error.code for error in bench.fatal] == ["engine_dead"]
-        assert bench.ended() == (State.FAILED, "engine_dead")
+            await harness.chunks()
+        assert [error.code for error in harness.fatal] == ["engine_dead"]
+        assert harness.ended() == (State.FAILED, "engine_dead")
 
     run_bounded(body())
 
 
-def test_work_that_the_engine_refuses_is_a_refusal_and_not_a_failure() -> None:
+def test_work_that_the_engine_refuses_ends_as_refused() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(InvalidRequest("token_ids: no such token")))
+        harness = Harness(ScriptedEngine(InvalidRequest("token_ids: no such token")))
         with pytest.raises(InvalidRequest, match="no such token"):
-            await bench.chunks()
-        assert bench.engine.aborted == []
-        assert bench.ended() == (State.REFUSED, "invalid_request")
+            await harness.chunks()
+        assert harness.ended() == (State.REFUSED, "invalid_request")
+
+    run_bounded(body())
+
+
+class FailingSubmit(ScriptedEngine):
+    """An engine whose submit fails after it has registered the request."""
+
+    def submit(self, work: Work) -> NoReturn:
+        super().submit(work)
+        raise EngineFailed("out of memory")
+
+
+def test_a_submit_that_fails_halfway_is_aborted() -> None:
+    async def body() -> None:
+        harness = Harness(FailingSubmit(ENDLESS))
+        with pytest.raises(EngineFailed):
+            await harness.chunks()
+        assert len(harness.engine.submitted) == 1
+        assert harness.aborted()
 
     run_bounded(body())
 
 
 class SilentEngine(ScriptedEngine):
-    """An engine whose streams end without saying why."""
+    """An engine whose streams end without a finish reason."""
 
     def submit(self, work: Work) -> "SilentStream":  # type: ignore[override]
         super().submit(work)
@@ -360,43 +379,43 @@ class SilentStream(Stream):
         pass
 
 
-def test_a_stream_that_ends_without_a_reason_is_a_failure_without_output() -> None:
+def test_a_stream_that_ends_without_a_finish_reason_fails() -> None:
     async def body() -> None:
-        bench = Bench(SilentEngine())
+        harness = Harness(SilentEngine())
         with pytest.raises(EngineFailed, match="without a finish reason"):
-            await bench.chunks()
-        assert bench.aborted()
-        assert bench.ended() == (State.FAILED, "engine_failed")
-        assert bench.observer.records[0].first_output_s is None
+            await harness.chunks()
+        assert harness.aborted()
+        assert harness.ended() == (State.FAILED, "engine_failed")
+        assert harness.observer.records[0].first_output_s is None
 
     run_bounded(body())
 
 
-def test_requests_that_run_together_do_not_mix() -> None:
+def test_concurrent_requests_do_not_mix() -> None:
     async def body() -> None:
         scripts = [[TokenDelta([number]), 0.005, TokenDelta([number]), END] for number in range(8)]
-        bench = Bench(ScriptedEngine(*scripts))
-        answers = await asyncio.gather(*(bench.chunks() for _ in range(8)))
+        harness = Harness(ScriptedEngine(*scripts))
+        answers = await asyncio.gather(*(harness.chunks() for _ in range(8)))
         for answer in answers:
             tokens = [token for chunk in answer for token in chunk.token_ids]
             assert len(tokens) == 2
             assert len(set(tokens)) == 1
-        assert bench.gate.in_flight == 0
-        assert len(bench.observer.records) == 8
+        assert harness.gate.in_flight == 0
+        assert len(harness.observer.records) == 8
 
     run_bounded(body())
 
 
 def test_d11_a_shutdown_is_an_error_that_moves_requests() -> None:
     async def body() -> None:
-        bench = Bench(ScriptedEngine(ENDLESS))
-        chunks = bench.generate()
+        harness = Harness(ScriptedEngine(ENDLESS))
+        chunks = harness.generate()
         assert (await anext(chunks)).token_ids == [1]
-        bench.gate.fire_all(Draining("this worker is shutting down"))
+        harness.gate.fire_all(Draining("this worker is shutting down"))
         with pytest.raises(Draining) as ended:
             await anext(chunks)
         assert ended.value.retryable
         assert type(to_runtime(ended.value)) is _core.EngineShutdown, "the frontend sends it to another worker"
-        assert bench.engine.aborted == [bench.engine.submitted[0].request_id]
+        assert harness.engine.aborted == [harness.engine.submitted[0].request_id]
 
     run_bounded(body())

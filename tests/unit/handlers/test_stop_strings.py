@@ -1,4 +1,4 @@
-"""Stop strings: the text that is shown does not depend on how it was cut."""
+"""Stop strings: the text that is sent does not depend on how it was cut."""
 
 import itertools
 
@@ -12,15 +12,15 @@ LETTERS = st.text("ab", max_size=14)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3).map(tuple)
 
 
-def show(pieces: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
-    """Return what a reader sees of these pieces, and whether a stop string ended them."""
+def send(pieces: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
+    """Return the text sent for these pieces, and whether a stop string ended them."""
     matcher = StopMatcher(stops)
-    shown = ""
+    sent = ""
     for piece in pieces:
-        shown += matcher.push(piece)
+        sent += matcher.push(piece)
         if matcher.stopped:
-            return shown, True
-    return shown + matcher.flush(), False
+            return sent, True
+    return sent + matcher.flush(), False
 
 
 def cut_at_the_first_complete_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
@@ -35,20 +35,20 @@ def cut_at_the_first_complete_stop(text: str, stops: tuple[str, ...]) -> tuple[s
 @given(LETTERS, STOPS, st.lists(st.integers(0, 14)))
 @example("abb", ("abb", "b"), [])
 @example("aab", ("ab",), [1, 2])
-def test_however_the_text_is_cut_the_same_is_shown(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
+def test_the_text_sent_does_not_depend_on_how_it_is_split(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in itertools.pairwise(places)]
-    assert show(pieces, stops) == cut_at_the_first_complete_stop(text, stops)
+    assert send(pieces, stops) == cut_at_the_first_complete_stop(text, stops)
 
 
 @given(LETTERS, STOPS)
-def test_what_is_shown_early_is_never_taken_back(text: str, stops: tuple[str, ...]) -> None:
+def test_text_sent_early_is_always_a_prefix_of_the_whole(text: str, stops: tuple[str, ...]) -> None:
     matcher = StopMatcher(stops)
-    shown = ""
+    sent = ""
     whole, _ = cut_at_the_first_complete_stop(text, stops)
     for letter in text:
-        shown += matcher.push(letter)
-        assert whole.startswith(shown)
+        sent += matcher.push(letter)
+        assert whole.startswith(sent)
         if matcher.stopped:
             break
 
@@ -60,7 +60,7 @@ def test_without_stop_strings_nothing_is_held_back() -> None:
 
 
 @pytest.mark.parametrize(("text", "held"), [("x", ""), ("xE", "E"), ("xEN", "EN"), ("xENx", "")])
-def test_only_what_may_begin_a_stop_string_is_held_back(text: str, held: str) -> None:
+def test_only_a_possible_prefix_of_a_stop_string_is_held_back(text: str, held: str) -> None:
     matcher = StopMatcher(("END",))
     assert matcher.push(text) == text.removesuffix(held) if held else text
     assert matcher.flush() == held

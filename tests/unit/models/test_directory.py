@@ -1,4 +1,4 @@
-"""A model directory is looked at before anything starts: what is wrong with it is said in one line."""
+"""Model directories are checked before any process starts; an error names the file."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from baton.engines.echo.engine import MODEL_DIR
 from baton.errors import ConfigError
 from baton.models.directory import resolve_model
 
-NOWHERE = Path("/nonexistent")  # a directory needs no cache
+NOWHERE = Path("/nonexistent")  # unused: a directory needs no cache
 
 
 @pytest.fixture
@@ -17,17 +17,17 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
 
 
-def test_a_whole_directory_is_found(model: Path) -> None:
+def test_complete_directory_is_found(model: Path) -> None:
     assert resolve_model(str(model), NOWHERE) == model.resolve()
 
 
-def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         resolve_model(str(tmp_path / "nowhere"), NOWHERE)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_a_file_that_is_missing_or_broken_is_named(model: Path, name: str) -> None:
+def test_missing_or_broken_file_is_refused_by_name(model: Path, name: str) -> None:
     (model / name).write_text("{")
     with pytest.raises(ConfigError, match=name):
         resolve_model(str(model), NOWHERE)

@@ -1,4 +1,4 @@
-"""What a sentence model's files say is done, and what they ask for that is not offered is refused by name."""
+"""The files of a sentence model are applied; unsupported values are refused by name."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def write_config(directory: Path, **changes: object) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def test_the_files_are_read(directory: Path) -> None:
+def test_layout_files_are_read(directory: Path) -> None:
     layout = read_layout(directory)
     assert (layout.poolings, layout.normalize) == ((Pooling.MEAN,), True)
     assert (layout.vocabulary, layout.max_tokens, layout.lowercase) == (100, 24, False)
@@ -31,23 +31,23 @@ def test_the_files_are_read(directory: Path) -> None:
     assert (layout.poolings, layout.normalize, layout.max_tokens) == ((Pooling.CLS, Pooling.LAST), False, 64)
 
 
-def test_an_encoder_without_a_layout_is_pooled_by_mean(tmp_path: Path) -> None:
+def test_encoder_without_a_layout_is_pooled_by_mean(tmp_path: Path) -> None:
     write_config(tmp_path)
     layout = read_layout(tmp_path)
     assert (layout.poolings, layout.normalize, layout.max_tokens) == ((Pooling.MEAN,), False, 64)
 
 
-def test_positions_that_a_roberta_keeps_for_itself_are_not_offered(tmp_path: Path) -> None:
+def test_reserved_positions_of_roberta_are_not_counted(tmp_path: Path) -> None:
     write_config(tmp_path, model_type="roberta", max_position_embeddings=514)
     assert read_layout(tmp_path).max_tokens == 512
 
 
-def test_a_pooling_mode_in_one_word_is_understood(directory: Path) -> None:
+def test_short_pooling_mode_is_read(directory: Path) -> None:
     (directory / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "cls"}))
     assert read_layout(directory).poolings == (Pooling.CLS,)
 
 
-def test_which_models_embed(directory: Path) -> None:
+def test_sentence_models_are_recognized(directory: Path) -> None:
     assert is_sentence_model(directory)
     (directory / "modules.json").unlink()
     assert is_sentence_model(directory)
@@ -57,13 +57,13 @@ def test_which_models_embed(directory: Path) -> None:
     assert is_sentence_model(directory)
 
 
-def test_an_architecture_that_is_not_offered_is_named(directory: Path) -> None:
+def test_unsupported_architecture_is_refused_by_name(directory: Path) -> None:
     write_config(directory, model_type="qwen3")
     with pytest.raises(ConfigError, match="qwen3"):
         read_layout(directory)
 
 
-def test_a_module_that_is_not_offered_is_named(directory: Path) -> None:
+def test_unsupported_module_is_refused_by_name(directory: Path) -> None:
     modules = [{"idx": 0, "name": "0", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}]
     (directory / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ConfigError, match="Dense"):
@@ -71,7 +71,7 @@ def test_a_module_that_is_not_offered_is_named(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"pooling_mode_magic": True}, "magic"),
         ({"pooling_mode": "magic"}, "magic"),
@@ -81,20 +81,20 @@ def test_a_module_that_is_not_offered_is_named(directory: Path) -> None:
     ],
     ids=str,
 )
-def test_a_pooling_that_is_not_offered_is_named(directory: Path, config: object, words: str) -> None:
+def test_unsupported_pooling_is_refused_by_name(directory: Path, config: object, message: str) -> None:
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         read_layout(directory)
 
 
 @pytest.mark.parametrize("name", ["modules.json", "sentence_bert_config.json", "1_Pooling/config.json", "config.json"])
-def test_a_broken_file_is_named(directory: Path, name: str) -> None:
+def test_broken_file_is_refused_by_name(directory: Path, name: str) -> None:
     (directory / name).write_text("{")
     with pytest.raises(ConfigError, match=name):
         read_layout(directory)
 
 
-def test_a_missing_pooling_file_is_named(directory: Path) -> None:
+def test_missing_pooling_file_is_refused_by_name(directory: Path) -> None:
     (directory / "1_Pooling" / "config.json").unlink()
     with pytest.raises(ConfigError, match="1_Pooling"):
         read_layout(directory)

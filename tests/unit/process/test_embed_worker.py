@@ -33,12 +33,11 @@ def directory(tmp_path: Path) -> Path:
 
 class Embedder(CountingEngine):
     def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self._info = msgspec.structs.replace(INFO, model_dir=str(directory))
+        super().__init__(info=msgspec.structs.replace(INFO, model_dir=str(directory)))
 
 
 @asynccontextmanager
-async def living(engine: CountingEngine, **settings: Any) -> AsyncIterator[tuple[Worker, MemoryRuntime]]:
+async def running_worker(engine: CountingEngine, **settings: Any) -> AsyncIterator[tuple[Worker, MemoryRuntime]]:
     runtime, stop, ready = MemoryRuntime(), asyncio.Event(), asyncio.Event()
     worker = Worker(msgspec.structs.replace(Settings(), **settings), engine, runtime)
     running = asyncio.create_task(worker.run(stop, ready.set))
@@ -62,9 +61,9 @@ def endpoint_of(runtime: MemoryRuntime) -> MemoryEndpoint:
     return endpoint
 
 
-def test_a_worker_that_embeds_says_so_and_does(directory: Path) -> None:
+def test_an_embed_worker_registers_its_surface_and_embeds(directory: Path) -> None:
     async def body() -> None:
-        async with living(Embedder(directory)) as (worker, runtime):
+        async with running_worker(Embedder(directory)) as (worker, runtime):
             card = endpoint_of(runtime).card
             assert card is not None
             assert (card.surfaces, card.model_input, card.name) == (frozenset({"embeddings"}), "text", "counter")
@@ -85,10 +84,10 @@ def test_a_worker_that_embeds_says_so_and_does(directory: Path) -> None:
     run_bounded(body())
 
 
-def test_a_failing_canary_takes_it_out_and_brings_it_back(directory: Path) -> None:
+def test_a_failing_canary_deregisters_the_worker_until_it_recovers(directory: Path) -> None:
     async def body() -> None:
         engine = Embedder(directory)
-        async with living(engine, canary_interval_s=0.01) as (_, runtime):
+        async with running_worker(engine, canary_interval_s=0.01) as (_, runtime):
             await eventually(lambda: len(engine.embedded) > 2)
             assert {work.inputs for work in engine.embedded} == {((1,),)}
             assert endpoint_of(runtime).registered
@@ -101,7 +100,7 @@ def test_a_failing_canary_takes_it_out_and_brings_it_back(directory: Path) -> No
 
 
 @pytest.mark.parametrize("role", ["aggregated", "embed"])
-def test_a_role_that_the_engine_cannot_fill_is_refused(directory: Path, role: str) -> None:
+def test_a_role_that_the_engine_cannot_serve_is_refused(directory: Path, role: str) -> None:
     async def body() -> None:
         engine = Embedder(directory) if role == "aggregated" else EchoEngine()
         with pytest.raises(ConfigError, match=role):
@@ -113,7 +112,7 @@ def test_a_role_that_the_engine_cannot_fill_is_refused(directory: Path, role: st
 # From settings to an engine
 
 
-def test_a_model_is_found_and_named_once(directory: Path) -> None:
+def test_preparing_a_model_is_idempotent(directory: Path) -> None:
     prepared = prepare_model(msgspec.structs.replace(Settings(), engine="echo", model=str(directory)))
     assert (prepared.model, prepared.name) == (str(directory), directory.name)
     assert prepare_model(prepared) == prepared
@@ -122,7 +121,7 @@ def test_a_model_is_found_and_named_once(directory: Path) -> None:
     assert prepare_model(msgspec.structs.replace(Settings(), engine="echo")).name == "echo"
 
 
-def test_the_torch_engine_embeds_with_encoders(directory: Path) -> None:
+def test_the_torch_engine_embeds_with_encoder_models(directory: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     prepared = prepare_model(msgspec.structs.replace(Settings(), engine="torch", model=str(directory)))

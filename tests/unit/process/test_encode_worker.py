@@ -18,29 +18,29 @@ from baton.engines.registry import build_engine
 from baton.engines.trtllm.encoder import TrtllmEncoder
 from baton.errors import ConfigError, InvalidRequest, PeerLost
 from baton.media.images import probe_image
-from baton.ports.engine import Capabilities, Encoded, EncodeWork
+from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo
 from baton.process.roles import path_of, role_of
 from baton.process.worker import Worker
 from baton.protocol.ids import RequestId
 from baton.testing import eventually, run_bounded
 from baton.testing.memory_runtime import MemoryEndpoint, MemoryRuntime
 
-PICTURE = "data:image/png;base64," + base64.b64encode(probe_image().data).decode()
-REQUEST = {"token_ids": [104, 105], "multi_modal_data": {"image_url": [{"Url": PICTURE}]}}
+IMAGE = "data:image/png;base64," + base64.b64encode(probe_image().data).decode()
+REQUEST = {"token_ids": [104, 105], "multi_modal_data": {"image_url": [{"Url": IMAGE}]}}
 
 
 class CountedEcho(EchoEngine):
-    """Tells what it holds encoded."""
+    """Counts the encoded media that it holds."""
 
     def __init__(self) -> None:
         super().__init__(EchoOptions(media=True))
         self.held: set[RequestId] = set()
-        self.trials = 0
+        self.probes = 0
 
     async def encode(self, work: EncodeWork) -> Encoded:
         encoded = await super().encode(work)
         self.held.add(work.request_id)
-        self.trials += work.request_id.startswith("canary")
+        self.probes += work.request_id.startswith("canary")
         return encoded
 
     async def abort(self, request_id: RequestId) -> None:
@@ -49,18 +49,18 @@ class CountedEcho(EchoEngine):
 
 
 @asynccontextmanager
-async def living(
+async def running_worker(
     runtime: MemoryRuntime, engine: EchoEngine, role: str, **settings: Any
 ) -> AsyncIterator[MemoryEndpoint]:
     stop, ready = asyncio.Event(), asyncio.Event()
-    told = msgspec.structs.replace(Settings(role=role), **settings)  # type: ignore[arg-type]
-    worker = Worker(told, engine, runtime)
+    configured = msgspec.structs.replace(Settings(role=role), **settings)  # type: ignore[arg-type]
+    worker = Worker(configured, engine, runtime)
     running = asyncio.create_task(worker.run(stop, ready.set))
     await asyncio.wait([running, asyncio.create_task(ready.wait())], return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         running.result()
     try:
-        [endpoint] = runtime.endpoints[path_of(told, role)]
+        [endpoint] = runtime.endpoints[path_of(configured, role)]
         yield endpoint
     finally:
         stop.set()
@@ -81,8 +81,10 @@ def test_d16_media_are_encoded_by_one_worker_used_by_another_and_then_freed() ->
     async def body() -> None:
         runtime, engine = MemoryRuntime(), CountedEcho()
         async with (
-            living(runtime, engine, "encode"),
-            living(runtime, EchoEngine(EchoOptions(media=True)), "aggregated", media=MediaOptions(encoders=True)),
+            running_worker(runtime, engine, "encode"),
+            running_worker(
+                runtime, EchoEngine(EchoOptions(media=True)), "aggregated", media=MediaOptions(encoders=True)
+            ),
         ):
             [encoded] = await call(runtime, "baton.encode.generate", REQUEST)
             assert encoded["finish_reason"] == "stop"
@@ -100,11 +102,11 @@ def test_d16_media_are_encoded_by_one_worker_used_by_another_and_then_freed() ->
 def test_d14_an_encode_worker_does_not_wait_for_ever_for_a_reader() -> None:
     async def body() -> None:
         runtime, engine = MemoryRuntime(), CountedEcho()
-        async with living(runtime, engine, "encode", kv=KvTransferOptions(claim_timeout_s=0.05)):
+        async with running_worker(runtime, engine, "encode", kv=KvTransferOptions(claim_timeout_s=0.05)):
             [encoded] = await call(runtime, "baton.encode.generate", REQUEST)
             await eventually(lambda: not engine.held)
             reader = EchoEngine(EchoOptions(media=True))
-            async with living(runtime, reader, "aggregated", media=MediaOptions(encoders=True)):
+            async with running_worker(runtime, reader, "aggregated", media=MediaOptions(encoders=True)):
                 late = {**REQUEST, "encoder_result": encoded["encoder_result"]}
                 with pytest.raises(PeerLost, match="nobody has come"):
                     await call(runtime, "baton.worker.generate", late)
@@ -112,10 +114,10 @@ def test_d14_an_encode_worker_does_not_wait_for_ever_for_a_reader() -> None:
     run_bounded(body())
 
 
-def test_d16_a_worker_that_leaves_waits_for_those_who_use_what_it_holds() -> None:
+def test_d16_a_draining_encode_worker_waits_for_its_leases() -> None:
     async def body() -> None:
         runtime, engine = MemoryRuntime(), CountedEcho()
-        async with living(runtime, engine, "encode", kv=KvTransferOptions(claim_timeout_s=0.2)):
+        async with running_worker(runtime, engine, "encode", kv=KvTransferOptions(claim_timeout_s=0.2)):
             await call(runtime, "baton.encode.generate", REQUEST)
             assert len(engine.held) == 1
         assert engine.held == set()
@@ -123,10 +125,10 @@ def test_d16_a_worker_that_leaves_waits_for_those_who_use_what_it_holds() -> Non
     run_bounded(body())
 
 
-def test_an_encode_worker_is_announced_as_one_and_probes_its_engine() -> None:
+def test_an_encode_worker_registers_its_type_and_probes_its_engine() -> None:
     async def body() -> None:
         runtime, engine = MemoryRuntime(), CountedEcho()
-        async with living(runtime, engine, "encode") as endpoint:
+        async with running_worker(runtime, engine, "encode") as endpoint:
             card = endpoint.card
             assert card is not None
             assert card.worker_type == "encode"
@@ -134,17 +136,38 @@ def test_an_encode_worker_is_announced_as_one_and_probes_its_engine() -> None:
             assert card.needs == (("aggregated",), ("prefill", "decode"))
             assert card.model_input == "tokens"
             assert not card.kv_events
-            assert engine.trials == 1
+            assert engine.probes == 1
             assert engine.held == set()
 
     run_bounded(body())
 
 
-def test_a_worker_that_wants_encoders_says_so() -> None:
+class WithoutTokenizer(CountedEcho):
+    """An encoder whose model directory has no tokenizer."""
+
+    async def start(self) -> EngineInfo:
+        return msgspec.structs.replace(await super().start(), model_dir="/nonexistent")
+
+
+def test_a_probe_without_an_image_prompt_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        engine = WithoutTokenizer()
+        async with running_worker(MemoryRuntime(), engine, "encode"):
+            assert engine.probes == 1
+
+    run_bounded(body())
+    [record] = [record for record in caplog.records if "no prompt with an image" in record.message]
+    assert record.levelname == "WARNING"
+    assert "/nonexistent" in record.message
+
+
+def test_a_worker_with_media_encoders_registers_that_need() -> None:
     async def body() -> None:
         for encoders, needs in ((True, (("encode",),)), (False, ())):
             engine = EchoEngine(EchoOptions(media=True))
-            async with living(MemoryRuntime(), engine, "aggregated", media=MediaOptions(encoders=encoders)) as endpoint:
+            async with running_worker(
+                MemoryRuntime(), engine, "aggregated", media=MediaOptions(encoders=encoders)
+            ) as endpoint:
                 assert endpoint.card is not None
                 assert endpoint.card.needs == needs
 
@@ -154,17 +177,17 @@ def test_a_worker_that_wants_encoders_says_so() -> None:
 def test_media_are_fetched_under_the_workers_policy() -> None:
     async def body() -> None:
         runtime = MemoryRuntime()
-        async with living(runtime, EchoEngine(EchoOptions(media=True)), "aggregated"):
+        async with running_worker(runtime, EchoEngine(EchoOptions(media=True)), "aggregated"):
             request = {**REQUEST, "stop_conditions": {"max_tokens": 9}}
             assert text(await call(runtime, "baton.worker.generate", request)) == "hi[64x64]"
-            inside = {"token_ids": [1], "multi_modal_data": {"image_url": ["http://127.0.0.1:1/"]}}
+            internal = {"token_ids": [1], "multi_modal_data": {"image_url": ["http://127.0.0.1:1/"]}}
             with pytest.raises(InvalidRequest, match=r"multi_modal_data\.image_url\[0\]: .*not public"):
-                await call(runtime, "baton.worker.generate", inside)
+                await call(runtime, "baton.worker.generate", internal)
 
     run_bounded(body())
 
 
-def test_only_an_engine_that_encodes_fills_the_role() -> None:
+def test_only_an_engine_that_encodes_serves_the_role() -> None:
     with pytest.raises(ConfigError, match="role encode"):
         role_of(Settings(role="encode"), Capabilities())
     with pytest.raises(ConfigError, match="--media-encoders"):
@@ -174,12 +197,12 @@ def test_only_an_engine_that_encodes_fills_the_role() -> None:
     assert role_of(Settings(role="encode"), Capabilities(media_encoding=True)) == "encode"
 
 
-def test_encode_workers_take_tokens() -> None:
+def test_encode_workers_require_token_input() -> None:
     with pytest.raises(ConfigError, match="--model-input text"):
         load({"role": "encode", "model_input": "text"}, {}, None)
 
 
-def test_the_role_makes_tensorrt_llm_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_encode_role_builds_the_tensorrt_llm_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     engine = build_engine(Settings(engine="trtllm", role="encode", model="somewhere", name="model"))
     assert isinstance(engine, TrtllmEncoder)

@@ -1,4 +1,4 @@
-"""Prefill and decode workers in one process: what they serve, how they are announced, and how they leave."""
+"""Prefill and decode workers in one process: what they serve, how they are announced, and how they stop."""
 
 import asyncio
 import ctypes
@@ -33,7 +33,7 @@ EARLY = Capabilities(handoff=HandoffStyle.EARLY)
 Role = Literal["prefill", "decode"]
 
 
-class House:
+class WorkerHarness:
     """A worker of one role that runs, on a runtime that may be shared."""
 
     def __init__(self, role: Role, runtime: MemoryRuntime, shape: KvShape = SHAPE, **settings: Any) -> None:
@@ -75,15 +75,17 @@ class House:
 
 
 @asynccontextmanager
-async def living(role: Role, runtime: MemoryRuntime | None = None, **settings: Any) -> AsyncIterator[House]:
-    house = House(role, runtime or MemoryRuntime(), **settings)
-    running = asyncio.create_task(house.run())
-    ready = asyncio.create_task(house.ready.wait())
+async def running_worker(
+    role: Role, runtime: MemoryRuntime | None = None, **settings: Any
+) -> AsyncIterator[WorkerHarness]:
+    harness = WorkerHarness(role, runtime or MemoryRuntime(), **settings)
+    running = asyncio.create_task(harness.run())
+    ready = asyncio.create_task(harness.ready.wait())
     await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
     try:
-        yield house
+        yield harness
     finally:
-        house.stop.set()
+        harness.stop.set()
         await running
 
 
@@ -92,48 +94,48 @@ def listens(address: tuple[str | None, int | None]) -> bool:
         return probe.connect_ex((str(address[0]), int(address[1] or 0))) == 0
 
 
-def test_a_prefill_worker_is_announced_as_one() -> None:
+def test_a_prefill_worker_registers_its_type_and_address() -> None:
     async def body() -> None:
-        async with living("prefill") as house:
-            card = house.card
+        async with running_worker("prefill") as harness:
+            card = harness.card
             assert (card.worker_type, card.surfaces, card.needs) == ("prefill", {"prefill"}, (("decode",),))
             assert card.kv_events
             assert listens((card.handoff_host, card.handoff_port))
-            assert house.engine.submitted[0].handoff is not None
-        assert not listens((card.handoff_host, card.handoff_port)), "it no longer lends anything"
+            assert harness.engine.submitted[0].handoff is not None
+        assert not listens((card.handoff_host, card.handoff_port)), "its rooms are closed"
 
     run_bounded(body())
 
 
-def test_a_decode_worker_is_announced_as_one() -> None:
+def test_a_decode_worker_registers_its_type_without_address() -> None:
     async def body() -> None:
-        async with living("decode") as house:
-            card = house.card
+        async with running_worker("decode") as harness:
+            card = harness.card
             assert (card.worker_type, card.surfaces) == ("decode", {"chat", "completions"})
             assert (card.needs, card.handoff_port, card.kv_events) == ((("prefill",),), None, False)
-            assert [reply["token_ids"] for reply in await house.call()] == [[1]], (
-                "without a hand-off it computes itself"
+            assert [reply["token_ids"] for reply in await harness.call()] == [[1]], (
+                "without a handoff it computes itself"
             )
 
     run_bounded(body())
 
 
-@pytest.mark.parametrize(("style", "told"), [("auto", True), ("early", True), ("late", False)])
-def test_the_address_is_told_only_when_the_hand_off_is_early(style: Any, told: bool) -> None:
+@pytest.mark.parametrize(("style", "registered"), [("auto", True), ("early", True), ("late", False)])
+def test_the_address_is_registered_only_for_early_handoff(style: Any, registered: bool) -> None:
     async def body() -> None:
-        async with living("prefill", kv=KvTransferOptions(handoff=style)) as house:
-            assert (house.card.handoff_host is not None) is told
-            assert (house.card.handoff_port is not None) is told
+        async with running_worker("prefill", kv=KvTransferOptions(handoff=style)) as harness:
+            assert (harness.card.handoff_host is not None) is registered
+            assert (harness.card.handoff_port is not None) is registered
 
     run_bounded(body())
 
 
-def test_workers_whose_kv_is_not_alike_do_not_start() -> None:
+def test_workers_with_different_kv_shapes_do_not_start() -> None:
     async def body() -> None:
         runtime = MemoryRuntime()
         other = msgspec.structs.replace(SHAPE, block_size=32)
-        async with living("prefill", runtime):
-            late = House("decode", runtime, other)
+        async with running_worker("prefill", runtime):
+            late = WorkerHarness("decode", runtime, other)
             with pytest.raises(ConfigError, match="32 tokens, those of the prefill workers 16"):
                 await late.run()
             assert "baton.decode.generate" not in runtime.endpoints, "it has never been found"
@@ -141,31 +143,31 @@ def test_workers_whose_kv_is_not_alike_do_not_start() -> None:
     run_bounded(body())
 
 
-def test_a_prefill_worker_that_leaves_waits_for_its_open_rooms() -> None:
+def test_a_draining_prefill_worker_waits_for_its_open_rooms() -> None:
     async def body() -> None:
-        async with living("prefill", drain_timeout_s=1.0, kv=KvTransferOptions(handoff="late")) as house:
-            await house.call()
-            assert house.metric('baton_rooms{state="offered"}') == 1
-            assert house.worker.gate.in_flight == 0
-            house.stop.set()
-            left = time.monotonic()
-        assert 0.9 < time.monotonic() - left < 5, "it waited for drain_s, and not for longer"
-        assert house.metric('baton_rooms_total{end="failed"}') == 1
-        await eventually(lambda: house.engine.submitted[-1].request_id in house.engine.aborted)
+        async with running_worker("prefill", drain_timeout_s=1.0, kv=KvTransferOptions(handoff="late")) as harness:
+            await harness.call()
+            assert harness.metric('baton_rooms{state="offered"}') == 1
+            assert harness.worker.gate.in_flight == 0
+            harness.stop.set()
+            stopped_at = time.monotonic()
+        assert 0.9 < time.monotonic() - stopped_at < 5, "it waited for drain_s, and not for longer"
+        assert harness.metric('baton_rooms_total{end="failed"}') == 1
+        await eventually(lambda: harness.engine.submitted[-1].request_id in harness.engine.aborted)
 
     run_bounded(body())
 
 
-def test_load_is_told_to_routers_for_every_role() -> None:
+def test_load_is_published_for_every_role() -> None:
     async def body() -> None:
-        house = House("decode", MemoryRuntime())
+        harness = WorkerHarness("decode", MemoryRuntime())
         load = LoadSnapshot(running=1, waiting=0, used_blocks=3, total_blocks=8)
-        house.engine.readings_to_give.append(load)
-        running = asyncio.create_task(house.run())
-        await house.ready.wait()
-        [endpoint] = house.runtime.endpoints["baton.decode.generate"]
+        harness.engine.readings_to_give.append(load)
+        running = asyncio.create_task(harness.run())
+        await harness.ready.wait()
+        [endpoint] = harness.runtime.endpoints["baton.decode.generate"]
         await eventually(lambda: endpoint.told == [load])
-        house.stop.set()
+        harness.stop.set()
         await running
 
     run_bounded(body())
@@ -174,49 +176,49 @@ def test_load_is_told_to_routers_for_every_role() -> None:
 @pytest.mark.parametrize(
     ("role", "can", "named"),
     [
-        ("prefill", Capabilities(), "cannot hand KV"),
-        ("decode", Capabilities(), "cannot hand KV"),
-        ("decode", Capabilities(generate=False, embeddings=True), "cannot fill the role decode"),
-        ("embed", Capabilities(), "cannot fill the role embed"),
+        ("prefill", Capabilities(), "does not support KV handoff"),
+        ("decode", Capabilities(), "does not support KV handoff"),
+        ("decode", Capabilities(generate=False, embeddings=True), "cannot serve the role decode"),
+        ("embed", Capabilities(), "cannot serve the role embed"),
     ],
 )
-def test_an_engine_that_cannot_fill_the_role_is_refused(role: Any, can: Capabilities, named: str) -> None:
+def test_an_engine_that_cannot_serve_the_role_is_refused(role: Any, can: Capabilities, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         role_of(Settings(role=role), can)
 
 
-def moving(role: Role, engine: ScriptedEngine, handoff: str = "auto") -> House:
+def moves_kv_itself(role: Role, engine: ScriptedEngine, handoff: str = "auto") -> WorkerHarness:
     """Return a worker whose engine moves KV by itself."""
-    house = House(role, MemoryRuntime())
-    house.engine = engine
+    harness = WorkerHarness(role, MemoryRuntime())
+    harness.engine = engine
     settings = Settings(role=role, kv=KvTransferOptions(handoff=handoff))  # type: ignore[arg-type]
-    house.worker = Worker(settings, engine, house.runtime)
-    return house
+    harness.worker = Worker(settings, engine, harness.runtime)
+    return harness
 
 
-@pytest.mark.parametrize(("style", "told"), [(HandoffStyle.EARLY, True), (HandoffStyle.LATE, False)])
-def test_an_engine_that_moves_kv_by_itself_has_rooms_too(style: HandoffStyle, told: bool) -> None:
+@pytest.mark.parametrize(("style", "registered"), [(HandoffStyle.EARLY, True), (HandoffStyle.LATE, False)])
+def test_an_engine_that_moves_kv_itself_has_rooms_too(style: HandoffStyle, registered: bool) -> None:
     async def body() -> None:
         info = msgspec.structs.replace(SCRIPTED_INFO, handoff_host="10.0.0.9", handoff_port=8998)
         engine = ScriptedEngine(WELL, capabilities=Capabilities(handoff=style), info=info)
-        house = moving("prefill", engine)
-        running = asyncio.create_task(house.run())
-        await house.ready.wait()
+        harness = moves_kv_itself("prefill", engine)
+        running = asyncio.create_task(harness.run())
+        await harness.ready.wait()
         assert isinstance(engine.submitted[0].handoff, LocalProbe)
-        assert house.card.handoff_port != 8998, "decode workers come to the room, and are sent on from there"
-        assert (house.card.handoff_port is not None) is told
-        house.stop.set()
+        assert harness.card.handoff_port != 8998, "decode workers connect to the room, which has the engine's address"
+        assert (harness.card.handoff_port is not None) is registered
+        harness.stop.set()
         await running
 
     run_bounded(body())
 
 
-@pytest.mark.parametrize(("style", "asked"), [(HandoffStyle.EARLY, "late"), (HandoffStyle.LATE, "early")])
-def test_an_engine_that_moves_kv_by_itself_has_one_style(style: HandoffStyle, asked: str) -> None:
+@pytest.mark.parametrize(("style", "setting"), [(HandoffStyle.EARLY, "late"), (HandoffStyle.LATE, "early")])
+def test_an_engine_that_moves_kv_itself_has_one_handoff_style(style: HandoffStyle, setting: str) -> None:
     async def body() -> BatonError:
-        house = moving("prefill", ScriptedEngine(WELL, capabilities=Capabilities(handoff=style)), asked)
+        harness = moves_kv_itself("prefill", ScriptedEngine(WELL, capabilities=Capabilities(handoff=style)), setting)
         with pytest.raises(ConfigError) as refused:
-            await house.run()
+            await harness.run()
         return refused.value
 
-    assert f"drop --kv-handoff {asked}" in run_bounded(body()).message
+    assert f"drop --kv-handoff {setting}" in run_bounded(body()).message

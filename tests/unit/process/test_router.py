@@ -162,7 +162,7 @@ def test_a_part_without_workers_is_an_illness_that_passes(tmp_path: Path) -> Non
             assert stage.router.health().state == "unhealthy"
             await worker.register()
             assert stage.router.health().ready
-            assert 'baton_router_pool_instances{part="decode",pool="one"} 1.0' in await stage.router.metrics()
+            assert 'baton_router_pool_instances{pool="one",role="decode"} 1.0' in await stage.router.metrics()
             assert stage.router.control() is None
 
     run_bounded(body())
@@ -188,8 +188,8 @@ def test_at_a_stop_requests_finish_or_are_told_to_go_elsewhere(tmp_path: Path) -
     async def body() -> None:
         stage = Stage(tmp_path)
         async with stage.running():
-            stage.pools["baton-prefill-one.prefill.generate"].answer = [lambda: asyncio.sleep(0.05), LAST]
-            stage.pools["baton-decode-one.decode.generate"].answer = [asyncio.Event().wait]
+            stage.pools["baton-prefill-one.prefill.generate"].replies = [lambda: asyncio.sleep(0.05), LAST]
+            stage.pools["baton-decode-one.decode.generate"].replies = [asyncio.Event().wait]
             short = asyncio.create_task(stage.ask("prefill_generate"))
             endless = asyncio.create_task(stage.ask("decode_generate"))
             await eventually(lambda: stage.router.gate.in_flight == 2)

@@ -104,7 +104,7 @@ def decodes_or_is_refused(value: object) -> None:
 
 
 @given(REQUESTS)
-def test_a_request_survives_being_forwarded(wire: dict[str, object]) -> None:
+def test_a_forwarded_request_decodes_to_the_same_value(wire: dict[str, object]) -> None:
     request = decode_request(wire)
     assert decode_request(encode_request(request)) == request
 
@@ -226,7 +226,7 @@ def test_zero_is_a_value_and_not_unset() -> None:
     assert (request.sampling.temperature, request.sampling.seed, request.output.logprobs) == (0.0, 0, 0)
 
 
-def test_decoding_does_not_change_what_it_was_given() -> None:
+def test_decoding_does_not_change_its_input() -> None:
     wire = {"token_ids": [1], "model": None, "multi_modal_data": {"image_url": ["https://example.org/a.png"]}}
     decode_request(wire)
     assert wire == {"token_ids": [1], "model": None, "multi_modal_data": {"image_url": ["https://example.org/a.png"]}}
@@ -249,7 +249,7 @@ def test_for_prefill_asks_for_one_token_of_one_choice_and_keeps_the_rest() -> No
     assert request.choices == 4
 
 
-def test_a_chunk_says_only_what_is_set() -> None:
+def test_unset_fields_of_a_chunk_are_omitted() -> None:
     assert encode_chunk(Chunk([1, 2], 1)) == {"token_ids": [1, 2], "index": 1}
 
 
@@ -271,7 +271,7 @@ def test_the_last_chunk_carries_the_stop_reason_and_the_usage() -> None:
     }
 
 
-def test_unknown_cached_tokens_are_null_and_zero_is_told() -> None:
+def test_unknown_cached_tokens_are_null_and_zero_is_zero() -> None:
     assert encode_usage(Usage(3, 4))["prompt_tokens_details"] is None
     assert encode_usage(Usage(3, 4, 0))["prompt_tokens_details"] == {"cached_tokens": 0}
 
@@ -290,7 +290,7 @@ def test_log_probabilities_are_encoded_one_to_one_with_tokens() -> None:
     assert "top_logprobs" not in encode_chunk(Chunk([10], 0, Logprobs((-0.1,))))
 
 
-def test_a_handoff_is_encoded_as_the_engine_gave_it() -> None:
+def test_handoff_parameters_are_encoded_unchanged() -> None:
     wire = encode_chunk(Chunk([], disaggregated_params={"room": 0}))
     assert wire["disaggregated_params"] == {"room": 0}
 
@@ -301,7 +301,7 @@ def test_d30_requests_cannot_be_changed() -> None:
     request = decode_request(wire)
     prefill = request.for_prefill()
     assert (request.stop.max_tokens, prefill.stop.max_tokens) == (9, 1)
-    assert wire == before, "whoever retries it finds the request as it came"
+    assert wire == before, "a retry sends the request unchanged"
     for part in (request, request.stop, request.sampling):
         with pytest.raises(AttributeError):
             part.extra = {}  # type: ignore[misc]

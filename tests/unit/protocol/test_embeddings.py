@@ -24,18 +24,18 @@ from baton.protocol.embeddings import (
         ([" "], Texts((" ",))),
     ],
 )
-def test_every_form_of_input_is_understood(given: object, source: Texts | TokenLists) -> None:
+def test_every_form_of_input_decodes(given: object, source: Texts | TokenLists) -> None:
     assert decode_embed({"model": "m", "input": given}) == EmbedRequest(model="m", source=source)
 
 
-def test_options_are_read_and_what_is_not_ours_is_let_through() -> None:
+def test_options_are_read_and_unknown_keys_ignored() -> None:
     body = {"model": "m", "input": "a", "dimensions": 3, "encoding_format": "base64", "user": "me", "nvext": {}}
     assert decode_embed(body).dimensions == 3
     assert decode_embed({**body, "dimensions": None, "encoding_format": None, "user": None}).dimensions is None
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         ({"model": "m"}, "input"),
         ({"input": "a"}, "model"),
@@ -61,17 +61,17 @@ def test_options_are_read_and_what_is_not_ours_is_let_through() -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_named(body: object, words: str) -> None:
-    with pytest.raises(DecodeError, match=words):
+def test_an_invalid_body_is_refused_by_field(body: object, message: str) -> None:
+    with pytest.raises(DecodeError, match=message):
         decode_embed(body)
 
 
-def test_as_many_inputs_as_openai_takes_are_taken() -> None:
+def test_the_maximum_number_of_inputs_is_accepted() -> None:
     source = decode_embed({"model": "m", "input": ["a"] * MAX_INPUTS}).source
     assert len(source.items) == MAX_INPUTS
 
 
-def test_an_answer_is_in_the_words_of_openai() -> None:
+def test_embeddings_are_encoded_in_openai_format() -> None:
     assert encode_embeddings(Embeddings(model="m", vectors=("AAAA", "BBBB"), prompt_tokens=7)) == {
         "object": "list",
         "model": "m",

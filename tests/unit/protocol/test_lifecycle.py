@@ -20,7 +20,7 @@ def test_every_walk_ends_in_one_terminal_state(data: st.DataObject) -> None:
 
 
 @given(st.lists(st.sampled_from(State), max_size=12))
-def test_any_moves_are_made_or_refused_without_a_trace(moves: list[State]) -> None:
+def test_an_illegal_transition_leaves_the_state_unchanged(moves: list[State]) -> None:
     lifecycle = Lifecycle()
     for move in moves:
         before = lifecycle.state
@@ -44,20 +44,20 @@ def test_the_table_has_every_state_and_names_no_other() -> None:
     assert {after for moves in TRANSITIONS.values() for after in moves} <= set(State)
 
 
-def test_terminal_states_are_those_that_a_request_can_end_in() -> None:
+def test_terminal_states_are_the_five_endings() -> None:
     assert set(TERMINAL) == {State.COMPLETED, State.REFUSED, State.FAILED, State.CANCELLED, State.EXPIRED}
 
 
 @pytest.mark.parametrize("state", [state for state in State if state not in TERMINAL])
-def test_failure_cancellation_and_expiry_are_possible_at_any_time(state: State) -> None:
+def test_every_open_state_can_fail_be_cancelled_or_expire(state: State) -> None:
     assert {State.FAILED, State.CANCELLED, State.EXPIRED} <= TRANSITIONS[state]
 
 
-def test_work_that_runs_is_no_longer_refused() -> None:
+def test_submitted_work_cannot_be_refused() -> None:
     assert State.REFUSED not in TRANSITIONS[State.SUBMITTED]
     assert State.REFUSED not in TRANSITIONS[State.STREAMING]
 
 
-def test_an_illegal_move_names_both_states() -> None:
+def test_an_illegal_transition_names_both_states() -> None:
     with pytest.raises(IllegalTransition, match="received -> completed"):
         Lifecycle().advance(State.COMPLETED)

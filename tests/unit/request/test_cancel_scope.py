@@ -1,4 +1,4 @@
-"""The cancel scope: one reason, the first, reaches everything that hangs on it."""
+"""The cancel scope: the first error reaches every callback and every wait."""
 
 import asyncio
 import gc
@@ -11,36 +11,36 @@ from baton.request.cancel_scope import CancelScope
 from baton.testing import run_bounded
 
 
-def test_the_first_reason_wins() -> None:
+def test_the_first_error_wins() -> None:
     scope = CancelScope()
-    heard: list[BatonError] = []
-    scope.on_fire(heard.append)
+    errors: list[BatonError] = []
+    scope.on_fire(errors.append)
     scope.fire(Cancelled("first"))
     scope.fire(EngineFailed("second"))
-    assert [error.message for error in heard] == ["first"]
+    assert [error.message for error in errors] == ["first"]
     with pytest.raises(Cancelled, match="first"):
         scope.check()
 
 
-def test_who_comes_after_the_reason_hears_it_at_once() -> None:
+def test_a_callback_added_after_firing_runs_at_once() -> None:
     scope = CancelScope()
-    scope.fire(Cancelled("gone"))
-    heard: list[BatonError] = []
-    scope.on_fire(heard.append)
-    assert heard == [scope.error]
+    scope.fire(Cancelled("cancelled"))
+    errors: list[BatonError] = []
+    scope.on_fire(errors.append)
+    assert errors == [scope.error]
 
 
 def test_a_closed_scope_does_not_fire() -> None:
     scope = CancelScope()
-    heard: list[BatonError] = []
-    scope.on_fire(heard.append)
+    errors: list[BatonError] = []
+    scope.on_fire(errors.append)
     scope.close()
     scope.fire(Cancelled("late"))
     scope.check()
-    assert (heard, scope.error) == ([], None)
+    assert (errors, scope.error) == ([], None)
 
 
-def test_a_deadline_fires_after_its_time() -> None:
+def test_a_deadline_fires_after_its_delay() -> None:
     async def body() -> None:
         scope = CancelScope()
         fired = asyncio.Event()
@@ -54,7 +54,7 @@ def test_a_deadline_fires_after_its_time() -> None:
     run_bounded(body())
 
 
-def test_closing_takes_the_deadline_back() -> None:
+def test_closing_cancels_the_deadline() -> None:
     async def body() -> None:
         scope = CancelScope()
         scope.fire_after(0.01, DeadlineExceeded("too long"))
@@ -65,7 +65,7 @@ def test_closing_takes_the_deadline_back() -> None:
     run_bounded(body())
 
 
-def test_wait_returns_what_it_waited_for() -> None:
+def test_wait_returns_the_result() -> None:
     async def body() -> None:
         scope = CancelScope()
         assert await scope.wait(asyncio.sleep(0, "done")) == "done"
@@ -79,7 +79,7 @@ def test_wait_returns_what_it_waited_for() -> None:
     run_bounded(body())
 
 
-def test_firing_cancels_what_is_waited_for_and_raises_the_reason() -> None:
+def test_firing_cancels_the_awaitable_and_raises_the_error() -> None:
     async def body() -> None:
         scope = CancelScope()
         ended = asyncio.Event()
@@ -90,15 +90,15 @@ def test_firing_cancels_what_is_waited_for_and_raises_the_reason() -> None:
             finally:
                 ended.set()
 
-        asyncio.get_running_loop().call_later(0.01, scope.fire, Cancelled("gone"))
-        with pytest.raises(Cancelled, match="gone"):
+        asyncio.get_running_loop().call_later(0.01, scope.fire, Cancelled("cancelled"))
+        with pytest.raises(Cancelled, match="cancelled"):
             await scope.wait(work())
         assert ended.is_set()
 
     run_bounded(body())
 
 
-def test_cancelling_the_waiting_task_cancels_what_it_waits_for() -> None:
+def test_cancelling_the_waiting_task_cancels_the_awaitable() -> None:
     async def body() -> None:
         scope = CancelScope()
         ended = asyncio.Event()
@@ -125,7 +125,7 @@ def test_cancellation_of_the_task_is_not_hidden_by_the_scope() -> None:
         scope = CancelScope()
         waiting = asyncio.create_task(scope.wait(asyncio.sleep(3600)))
         await asyncio.sleep(0.01)
-        scope.fire(Cancelled("gone"))
+        scope.fire(Cancelled("cancelled"))
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -133,10 +133,10 @@ def test_cancellation_of_the_task_is_not_hidden_by_the_scope() -> None:
     run_bounded(body())
 
 
-def test_a_scope_that_has_fired_starts_nothing_and_leaves_nothing_behind() -> None:
+def test_a_fired_scope_starts_no_awaitable_and_leaks_none() -> None:
     async def body() -> None:
         scope = CancelScope()
-        scope.fire(Cancelled("gone"))
+        scope.fire(Cancelled("cancelled"))
         started: list[int] = []
 
         async def work() -> None:

@@ -1,4 +1,4 @@
-"""The gate: who is let in, and how everybody leaves."""
+"""The gate: admission, pause, draining, and the count of requests in flight."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from baton.request.gate import Gate, GateState
 from baton.testing import run_bounded
 
 
-def test_no_more_than_the_limit_are_inside() -> None:
+def test_the_gate_admits_no_more_than_its_limit() -> None:
     gate = Gate(2)
     first, second = CancelScope(), CancelScope()
     gate.enter(first)
@@ -24,7 +24,7 @@ def test_no_more_than_the_limit_are_inside() -> None:
     assert gate.in_flight == 2
 
 
-def test_a_paused_gate_lets_nobody_in_until_it_resumes() -> None:
+def test_a_paused_gate_refuses_until_it_resumes() -> None:
     gate = Gate(2)
     inside = CancelScope()
     gate.enter(inside)
@@ -36,7 +36,7 @@ def test_a_paused_gate_lets_nobody_in_until_it_resumes() -> None:
     gate.enter(CancelScope())
 
 
-def test_draining_is_for_ever() -> None:
+def test_draining_is_final() -> None:
     gate = Gate(2)
     gate.drain()
     gate.resume()
@@ -52,7 +52,7 @@ def test_resume_without_a_pause_changes_nothing() -> None:
     assert gate.state is GateState.OPEN
 
 
-def test_a_refused_request_that_leaves_counts_nobody_out() -> None:
+def test_leave_of_a_refused_request_does_not_change_the_count() -> None:
     gate = Gate(1)
     gate.enter(CancelScope())
     refused = CancelScope()
@@ -62,7 +62,7 @@ def test_a_refused_request_that_leaves_counts_nobody_out() -> None:
     assert gate.in_flight == 1
 
 
-def test_fire_all_reaches_everybody_inside_even_when_they_leave_at_once() -> None:
+def test_fire_all_reaches_every_request_even_if_they_leave_at_once() -> None:
     gate = Gate(3)
     scopes = [CancelScope() for _ in range(3)]
     for scope in scopes:
@@ -73,7 +73,7 @@ def test_fire_all_reaches_everybody_inside_even_when_they_leave_at_once() -> Non
     assert gate.in_flight == 0
 
 
-def test_idle_waits_for_the_last_to_leave() -> None:
+def test_idle_waits_for_the_last_request() -> None:
     async def body() -> None:
         gate = Gate(2)
         scope = CancelScope()
@@ -99,7 +99,7 @@ def test_an_empty_gate_is_idle_at_once(timeout_s: float) -> None:
 
 
 @given(st.lists(st.sampled_from(["enter", "leave", "pause", "resume"])), st.integers(1, 4))
-def test_any_coming_and_going_keeps_the_count(moves: list[str], limit: int) -> None:
+def test_any_sequence_of_operations_keeps_the_count(moves: list[str], limit: int) -> None:
     gate = Gate(limit)
     inside: list[CancelScope] = []
     for move in moves:

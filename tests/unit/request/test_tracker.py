@@ -1,4 +1,4 @@
-"""One request's account: admitted or refused, one terminal state, one record, whatever happens inside."""
+"""A tracked request: admitted or refused, one terminal state, one record, whatever ends it."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from baton.testing import RecordingObserver, eventually, run_bounded
 from baton.testing.memory_runtime import MemoryContext
 
 
-class Office:
-    """A desk with all that stands around it."""
+class TrackerHarness:
+    """A request tracker with its gate, observer and fatal errors."""
 
     def __init__(self, limit: int = 4, request_timeout_s: float = 600.0) -> None:
         self.gate = Gate(limit)
@@ -48,16 +48,16 @@ def nothing(tracked: TrackedRequest) -> None:
     pass
 
 
-def test_a_request_that_went_well_is_completed_and_counted_out() -> None:
+def test_a_successful_request_is_completed_and_leaves_the_gate() -> None:
     async def body() -> None:
-        office = Office()
-        with office.tracker.track(MemoryContext("me"), 3) as tracked:
-            assert office.gate.in_flight == 1
+        harness = TrackerHarness()
+        with harness.tracker.track(MemoryContext("me"), 3) as tracked:
+            assert harness.gate.in_flight == 1
             stream(tracked)
             tracked.completion_tokens = 5
             tracked.cached_tokens = 2
-        assert office.gate.in_flight == 0
-        [record] = office.observer.records
+        assert harness.gate.in_flight == 0
+        [record] = harness.observer.records
         assert record.request_id.startswith("me.")
         assert (record.role, record.state, record.error_code) == ("aggregated", State.COMPLETED, None)
         assert (record.prompt_tokens, record.cached_tokens, record.completion_tokens) == (3, 2, 5)
@@ -79,8 +79,8 @@ def test_a_request_that_went_well_is_completed_and_counted_out() -> None:
         (Draining("leaving"), stream, State.FAILED),
         (EngineDead("dead"), submit, State.FAILED),
         (KeyError("a bug"), stream, State.FAILED),
-        (Cancelled("gone"), nothing, State.CANCELLED),
-        (Cancelled("gone"), stream, State.CANCELLED),
+        (Cancelled("cancelled"), nothing, State.CANCELLED),
+        (Cancelled("cancelled"), stream, State.CANCELLED),
         (asyncio.CancelledError(), submit, State.CANCELLED),
         (GeneratorExit(), stream, State.CANCELLED),
         (DeadlineExceeded("late"), nothing, State.EXPIRED),
@@ -88,35 +88,35 @@ def test_a_request_that_went_well_is_completed_and_counted_out() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else getattr(value, "__name__", value),
 )
-def test_every_error_ends_in_its_state_and_is_raised_on(
+def test_every_error_sets_its_terminal_state_and_is_raised(
     error: BaseException, before: Callable[[TrackedRequest], None], state: State
 ) -> None:
     async def body() -> None:
-        office = Office()
+        harness = TrackerHarness()
 
         def request() -> None:
-            with office.tracker.track(MemoryContext(), 1) as tracked:
+            with harness.tracker.track(MemoryContext(), 1) as tracked:
                 before(tracked)
                 raise error
 
         with pytest.raises(type(error)) as raised:
             request()
         assert raised.value is error
-        [record] = office.observer.records
+        [record] = harness.observer.records
         assert record.state is state
         assert record.error_code == (error.code if isinstance(error, BatonError) else type(error).__name__)
-        assert office.gate.in_flight == 0
+        assert harness.gate.in_flight == 0
 
     run_bounded(body())
 
 
-def test_only_errors_that_harm_the_worker_are_fatal() -> None:
+def test_only_errors_of_scope_worker_are_fatal() -> None:
     async def body() -> None:
-        office = Office()
+        harness = TrackerHarness()
         for error in (EngineFailed("mine alone"), EngineDead("all of us")):
-            with pytest.raises(BatonError), office.tracker.track(MemoryContext(), 1):
+            with pytest.raises(BatonError), harness.tracker.track(MemoryContext(), 1):
                 raise error
-        assert [error.code for error in office.fatal] == ["engine_dead"]
+        assert [error.code for error in harness.fatal] == ["engine_dead"]
 
     run_bounded(body())
 
@@ -130,24 +130,24 @@ def test_a_request_that_the_gate_refuses_is_recorded_and_never_runs(
     close: Callable[[Gate], None] | None, error: type[BatonError]
 ) -> None:
     async def body() -> None:
-        office = Office(limit=1)
-        with office.tracker.track(MemoryContext(), 1) as tracked:
+        harness = TrackerHarness(limit=1)
+        with harness.tracker.track(MemoryContext(), 1) as tracked:
             if close is not None:
-                close(office.gate)
-            with pytest.raises(error), office.tracker.track(MemoryContext(), 1):
-                pytest.fail("it was let in")
-            assert office.gate.in_flight == 1
+                close(harness.gate)
+            with pytest.raises(error), harness.tracker.track(MemoryContext(), 1):
+                pytest.fail("it was admitted")
+            assert harness.gate.in_flight == 1
             stream(tracked)
-        assert [record.state for record in office.observer.records] == [State.REFUSED, State.COMPLETED]
+        assert [record.state for record in harness.observer.records] == [State.REFUSED, State.COMPLETED]
 
     run_bounded(body())
 
 
-def test_a_client_that_leaves_fires_the_scope() -> None:
+def test_cancellation_by_the_client_fires_the_scope() -> None:
     async def body() -> None:
-        office = Office()
+        harness = TrackerHarness()
         context = MemoryContext()
-        with office.tracker.track(context, 1) as tracked:
+        with harness.tracker.track(context, 1) as tracked:
             tracked.scope.check()
             context.cancel()
             with pytest.raises(Cancelled):
@@ -157,12 +157,12 @@ def test_a_client_that_leaves_fires_the_scope() -> None:
     run_bounded(body())
 
 
-def test_a_client_that_left_before_is_noticed_at_once() -> None:
+def test_cancellation_before_admission_fires_the_scope_at_once() -> None:
     async def body() -> None:
-        office = Office()
+        harness = TrackerHarness()
         context = MemoryContext()
         context.cancel()
-        with pytest.raises(Cancelled), office.tracker.track(context, 1) as tracked:
+        with pytest.raises(Cancelled), harness.tracker.track(context, 1) as tracked:
             tracked.scope.check()
 
     run_bounded(body())
@@ -170,8 +170,8 @@ def test_a_client_that_left_before_is_noticed_at_once() -> None:
 
 def test_the_deadline_fires_the_scope() -> None:
     async def body() -> None:
-        office = Office(request_timeout_s=0.01)
-        with office.tracker.track(MemoryContext(), 1) as tracked:
+        harness = TrackerHarness(request_timeout_s=0.01)
+        with harness.tracker.track(MemoryContext(), 1) as tracked:
             await eventually(lambda: tracked.scope.error is not None)
             with pytest.raises(DeadlineExceeded, match=r"0\.01 s"):
                 tracked.scope.check()
@@ -182,9 +182,9 @@ def test_the_deadline_fires_the_scope() -> None:
 
 def test_nothing_fires_after_the_end() -> None:
     async def body() -> None:
-        office = Office(request_timeout_s=0.02)
+        harness = TrackerHarness(request_timeout_s=0.02)
         context = MemoryContext()
-        with office.tracker.track(context, 1) as tracked:
+        with harness.tracker.track(context, 1) as tracked:
             stream(tracked)
         context.cancel()
         await asyncio.sleep(0.04)
@@ -195,9 +195,9 @@ def test_nothing_fires_after_the_end() -> None:
 
 def test_two_attempts_of_one_request_have_two_ids() -> None:
     async def body() -> None:
-        office = Office()
+        harness = TrackerHarness()
         context = MemoryContext("same")
-        with office.tracker.track(context, 1) as first, office.tracker.track(context, 1) as second:
+        with harness.tracker.track(context, 1) as first, harness.tracker.track(context, 1) as second:
             assert first.request_id != second.request_id
             stream(first)
             stream(second)
@@ -215,9 +215,9 @@ def test_two_attempts_of_one_request_have_two_ids() -> None:
 )
 def test_the_record_carries_the_trace_id(header: str, trace_id: str | None) -> None:
     async def body() -> None:
-        office = Office()
-        with office.tracker.track(MemoryContext(trace_headers={"traceparent": header}), 1) as tracked:
+        harness = TrackerHarness()
+        with harness.tracker.track(MemoryContext(trace_headers={"traceparent": header}), 1) as tracked:
             stream(tracked)
-        assert office.observer.records[0].trace_id == trace_id
+        assert harness.observer.records[0].trace_id == trace_id
 
     run_bounded(body())

@@ -1,4 +1,4 @@
-"""sd_notify: what a supervisor hears, and what happens when it dies."""
+"""sd_notify: messages, heartbeats, and the exit of the supervisor."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.status.sd_notify import beat, notify
+from baton.status.sd_notify import notify, send_heartbeats
 from baton.testing import run_bounded
 
 
@@ -26,15 +26,15 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sock
 
 
 def never() -> None:
-    raise AssertionError("nobody died")
+    raise AssertionError("the supervisor has not exited")
 
 
-def test_a_message_reaches_the_supervisor(supervisor: socket.socket) -> None:
+def test_message_is_sent_to_the_supervisor(supervisor: socket.socket) -> None:
     notify("READY=1\nSTATUS=health on 127.0.0.1:1")
     assert supervisor.recv(4096) == b"READY=1\nSTATUS=health on 127.0.0.1:1"
 
 
-def test_an_abstract_socket_is_reached_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_is_sent_to_an_abstract_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"baton-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind("\0" + name)
@@ -45,7 +45,7 @@ def test_an_abstract_socket_is_reached_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("address", [None, "", "no/such/socket", "/" + "x" * 300])
-def test_without_a_supervisor_that_listens_nothing_happens(
+def test_message_without_a_listening_supervisor_is_dropped(
     address: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
@@ -54,36 +54,38 @@ def test_without_a_supervisor_that_listens_nothing_happens(
     notify("READY=1")
 
 
-def test_a_supervisor_that_does_not_read_is_not_waited_for(supervisor: socket.socket) -> None:
+def test_supervisor_that_does_not_read_does_not_block(supervisor: socket.socket) -> None:
     for _ in range(10_000):
         notify("STATUS=" + "x" * 1000)
 
 
-def test_beats_come_as_often_as_the_supervisor_asks(supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_follow_the_interval_of_the_supervisor(
+    supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "20000")
 
     async def body() -> None:
-        beating = asyncio.create_task(beat(never))
+        heartbeats = asyncio.create_task(send_heartbeats(never))
         for _ in range(5):
             assert await asyncio.to_thread(supervisor.recv, 4096) == b"WATCHDOG=1"
-        beating.cancel()
+        heartbeats.cancel()
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize("missing", ["NOTIFY_SOCKET", "WATCHDOG_USEC"])
-def test_without_a_watchdog_nobody_beats(
+def test_no_heartbeats_without_a_watchdog(
     missing: str, supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "20000")
     monkeypatch.delenv(missing)
-    run_bounded(beat(never))
+    run_bounded(send_heartbeats(never))
 
 
 CHILD = """
 import asyncio
-from baton.status.sd_notify import beat, notify
-asyncio.run(beat(lambda: notify("STATUS=orphaned")))
+from baton.status.sd_notify import notify, send_heartbeats
+asyncio.run(send_heartbeats(lambda: notify("STATUS=orphaned")))
 """
 
 PARENT = f"""
@@ -93,9 +95,7 @@ time.sleep(1.0)
 """
 
 
-def test_a_process_notices_that_its_supervisor_has_died(
-    supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_of_the_supervisor_is_noticed(supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "40000")
     with subprocess.Popen([sys.executable, "-c", PARENT]):
         while (message := supervisor.recv(4096)) != b"STATUS=orphaned":

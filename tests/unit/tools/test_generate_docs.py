@@ -1,4 +1,4 @@
-"""The pages tell the truth about files, and the generated ones are up to date."""
+"""The docs name files and tests that exist, and the generated pages are up to date."""
 
 import re
 from pathlib import Path
@@ -10,19 +10,19 @@ from tools.generate_docs import DOCS, PAGES
 ROOT = Path(__file__).parents[3]
 
 
-def test_every_file_that_the_architecture_page_names_exists() -> None:
+def test_every_file_named_on_the_architecture_page_exists() -> None:
     named = re.findall(r"`(src/baton/[\w/.]*)`", (DOCS / "architecture.md").read_text())
     assert len(named) > 20
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_every_package_has_its_line_on_the_architecture_page() -> None:
+def test_every_package_is_on_the_architecture_page() -> None:
     page = (DOCS / "architecture.md").read_text()
     packages = [path.parent.name for path in (ROOT / "src/baton").glob("*/__init__.py")]
     assert [name for name in packages if f"src/baton/{name}" not in page] == []
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_resolve() -> None:
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
@@ -34,7 +34,7 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name]()
 
 
-def test_every_difference_is_held_by_the_test_it_names() -> None:
+def test_every_test_named_on_the_differences_page_exists() -> None:
     named = re.findall(r"`(test_d\d\d_\w+)`", (DOCS / "differences.md").read_text())
     written = "\n".join(file.read_text() for file in (DOCS.parent / "tests").rglob("test_*.py"))
     assert len(named) >= 20

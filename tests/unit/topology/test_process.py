@@ -1,4 +1,4 @@
-"""A supervised process is known from the moment that it exists."""
+"""A supervised process is tracked from the moment that it exists."""
 
 import asyncio
 from pathlib import Path
@@ -7,7 +7,7 @@ from baton.testing import run_bounded
 from baton.topology.process import Process
 
 
-def test_a_start_that_is_cancelled_loses_no_process(tmp_path: Path) -> None:
+def test_cancelled_start_keeps_track_of_the_process(tmp_path: Path) -> None:
     async def body() -> None:
         process = Process("one", "--version", {}, tmp_path, tmp_path / "one.log")
         try:
@@ -17,7 +17,7 @@ def test_a_start_that_is_cancelled_loses_no_process(tmp_path: Path) -> None:
                     await asyncio.sleep(0)
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
-                assert await process.wait() == 0, "it is known, and can be waited for"
+                assert await process.wait() == 0, "the process is tracked and can be awaited"
         finally:
             process.close()
 

@@ -1,20 +1,18 @@
-"""What an operator may ask of SGLang: what it cannot do is refused, and the rest goes to who can do it.
+"""Operators' commands to SGLang, by kind. `control/` has checked that the engine supports them.
 
-SGLang answers some impossible orders by dying. Those are refused before it hears of them.
+SGLang dies of some commands that it cannot execute; those are refused before they are sent.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.engine_kit.capability_check import refuse_unsupported
-from baton.engines.sglang.foreign import Manager
 from baton.engines.sglang.loras import Loras
-from baton.engines.sglang.pause import Holding
+from baton.engines.sglang.pause import PauseCommands
 from baton.engines.sglang.records import Records
 from baton.engines.sglang.requests import Requests
+from baton.engines.sglang.sglang_types import Manager
 from baton.engines.sglang.weight_commands import WeightCommands
-from baton.errors import Unsupported
 from baton.ports.engine import Capabilities
 from baton.protocol.commands import (
     ClearCache,
@@ -34,27 +32,23 @@ from baton.protocol.commands import (
 )
 
 
-class Controls:
-    """The operator's hand on one engine. One verb at a time; a refusal has changed nothing."""
+class Commands:
+    """Executes commands on one engine, one at a time. A command that raises has changed nothing."""
 
     def __init__(
         self, manager: Manager, requests: Requests, can: Capabilities, model_dir: Path, values: Mapping[str, Any]
     ) -> None:
         device = str(values["device"])
-        self._can = can
-        self._holding = Holding(manager, requests, "retract" in can.pause_modes)
-        self._weights = WeightCommands(manager, self._holding, model_dir, int(values["tp_size"]), device)
+        self._pause = PauseCommands(manager, requests, "retract" in can.pause_modes)
+        self._weights = WeightCommands(manager, self._pause, model_dir, int(values["tp_size"]), device)
         self._records = Records(manager, device)
         self._loras = Loras(manager)
 
     async def execute(self, command: Command) -> Outcome:
         """See `Engine.execute`."""
-        refuse_unsupported(command, self._can)
-        if isinstance(command, Pause) and command.mode not in self._can.pause_modes:
-            raise Unsupported(f"mode: SGLang does not {command.mode} by itself")
         match command:
             case Pause() | Continue() | ClearCache() | ReleaseMemory() | ResumeMemory():
-                return await self._holding.execute(command)
+                return await self._pause.execute(command)
             case UpdateWeights() | SetWeightVersion() | JoinGroup() | LeaveGroup():
                 return await self._weights.execute(command)
             case LoadLora() | UnloadLora() | ListLoras():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from baton.config.engines import DEFAULT_REBALANCE_INTERVAL, TRIVIAL_LAYOUT, ExpertOptions
 from baton.errors import ConfigError
-from baton.experts.formats import COUNTS_KEY, LAYOUT_KEY, counts_in, layout_in, read_content
+from baton.experts.files import COUNTS_KEY, LAYOUT_KEY, counts_in, layout_in, read_content
 
 _COUNTING = ("stat", "stat_approx")
 
@@ -34,7 +34,7 @@ def expert_arguments(options: ExpertOptions, ep_size: int) -> list[str]:
 
 
 def layout_path(options: ExpertOptions) -> str:
-    """Return what SGLang is told: it expands no `~`."""
+    """Return the layout as SGLang takes it, with `~` expanded."""
     return TRIVIAL_LAYOUT if options.layout == TRIVIAL_LAYOUT else str(Path(options.layout).expanduser().absolute())
 
 

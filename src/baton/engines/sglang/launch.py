@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.engine_kit.threads import fail, post, resolve
-from baton.engines.sglang.foreign import Engine, Manager, ServerArgs
+from baton.engines.sglang.sglang_types import Engine, Manager, ServerArgs
 from baton.errors import BatonError, ConfigError, EngineDead
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ class Launch:
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
         self._over = asyncio.Event()
         self._stop = threading.Event()
-        self._others = _children()
-        self._ports: object = None  # what its processes talk through, once it makes some
-        # A daemon: an engine that cannot be taken down must not keep the process from ending.
+        self._other_children = _children()
+        self._ports: object = None  # set when SGLang starts processes
+        # A daemon: an engine that cannot be stopped must not keep the process from exiting.
         self._thread = threading.Thread(target=self._main, name="sglang-launch", daemon=True)
 
     async def start(self) -> Engine:
@@ -69,7 +69,7 @@ class Launch:
     def _main(self) -> None:
         try:
             engine = self._launch()
-        except BaseException as error:  # whatever SGLang raises, it goes to who started
+        except BaseException as error:  # SGLang raises any type; it is raised again by `start`
             log.debug("SGLang did not start", exc_info=True)
             problem = self._problem(error)
             self._kill()
@@ -86,10 +86,10 @@ class Launch:
         post(self._loop, self._over.set)
 
     def _launch(self) -> Engine:
-        """Start SGLang and leave as little behind in this process as can be. Blocks until the model is loaded."""
+        """Start SGLang, and undo what it changes in this process. Blocks until the model is loaded."""
         from sglang.srt.entrypoints.engine import Engine as Foreign
 
-        SglangEngine = self._telling(Foreign)  # noqa: N806 - a class
+        SglangEngine = self._recording_ports(Foreign)  # noqa: N806 - a class
         server_args = self._make_args()
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.directory)
         os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
@@ -102,7 +102,7 @@ class Launch:
             return manager, templates
 
         engine.init_tokenizer_manager_func = make_manager
-        with _our_own(server_args.log_level):
+        with _restored_settings(server_args.log_level):
             try:
                 SglangEngine.__init__(engine, server_args=server_args)
             except BaseException:
@@ -110,16 +110,16 @@ class Launch:
                     _close(engine)
                 for manager in made:
                     close_sockets(manager)
-                    _close_meeting(manager)
+                    _close_bootstrap(manager)
                 raise
         for manager in made:
             if manager._subprocess_watchdog is not None:
-                manager._subprocess_watchdog.stop()  # it kills this process; we look after the others ourselves
+                manager._subprocess_watchdog.stop()  # it kills this process; `Watch` observes the processes
         started: Engine = engine
         return started
 
-    def _telling(self, base: Any) -> Any:
-        """Return SGLang's engine, changed to tell when it makes processes; that is there to be overridden."""
+    def _recording_ports(self, base: Any) -> Any:
+        """Return a subclass of SGLang's engine that records its ports when it starts processes."""
 
         def launch(cls: type[Any], server_args: object, ports: object, /, *more: object, **options: object) -> Any:
             self._ports = ports
@@ -128,20 +128,20 @@ class Launch:
         return type(base.__name__, (base,), {"_launch_scheduler_processes": classmethod(launch)})
 
     def _problem(self, error: BaseException) -> BatonError:
-        """Return what a failed start means: before a process was made, only the arguments can be wrong."""
+        """Translate the error of a failed start: before a process was started, only the arguments can be wrong."""
         if isinstance(error, BatonError):
             return error
         if self._ports is None and not self._processes():
-            return ConfigError(f"SGLang cannot start so: {error}")
+            return ConfigError(f"SGLang does not start with these arguments: {error}")
         return EngineDead(f"SGLang did not start: {error}")
 
     def _processes(self) -> "list[psutil.Process]":
-        """Return every process that has come since the start, with those that they have started."""
+        """Return every process started since, with its descendants."""
         import psutil
 
-        spared = self._others | {
+        spared = self._other_children | {
             getattr(resource_tracker._resource_tracker, "_pid", None)
-        }  # it ends with us, and cleans up then
+        }  # it ends with this process, and cleans up then
         return [child for child in psutil.Process().children(recursive=True) if child.pid not in spared]
 
     def _kill(self) -> None:
@@ -152,39 +152,39 @@ class Launch:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
         if left := psutil.wait_procs(mine, timeout=KILL_S)[1]:
-            log.error("processes %s of SGLang cannot be ended", [child.pid for child in left])
+            log.error("processes %s of SGLang cannot be killed", [child.pid for child in left])
 
 
 def close_sockets(manager: Manager) -> None:
-    """Give up the sockets of SGLang's front half; on the event loop's thread, if it was there."""
+    """Close the sockets of SGLang's tokenizer manager; on the event loop's thread, if it ran there."""
     for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler):
         socket.close(linger=0)
     manager.recv_from_detokenizer.context.destroy(linger=0)
     manager.load_snapshot_reader.close()
 
 
-def _close_meeting(manager: Manager | None) -> None:
+def _close_bootstrap(manager: Manager | None) -> None:
     if manager is not None and manager.bootstrap_server is not None:
         manager.bootstrap_server.close()
 
 
 def _close(engine: Engine) -> None:
-    """Let SGLang clean up after itself, processes aside, and then what it leaves; other sockets are closed by now."""
+    """Run SGLang's own shutdown without its killing of processes, then close what it leaves open."""
     from sglang.srt.entrypoints import engine as module
 
     atexit.unregister(engine.shutdown)
     kill = module.kill_process_tree
-    # It would kill every child of this process, also those that are not SGLang's.
+    # It would kill every child of this process, not only SGLang's.
     module.kill_process_tree = lambda *_, **__: None
     try:
         engine.shutdown()
     finally:
         module.kill_process_tree = kill
-        _close_meeting(engine.tokenizer_manager)
+        _close_bootstrap(engine.tokenizer_manager)
 
 
 def _remove_files(ports: object) -> None:
-    """Remove what SGLang has made for its processes to talk through."""
+    """Remove the files of SGLang's sockets and shared memory."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
     names = vars(ports)
@@ -195,8 +195,8 @@ def _remove_files(ports: object) -> None:
 
 
 @contextmanager
-def _our_own(log_level: str) -> Iterator[None]:
-    """Keep the settings of this process that SGLang replaces while it starts."""
+def _restored_settings(log_level: str) -> Iterator[None]:
+    """Restore the settings of this process that SGLang replaces while it starts."""
     root = logging.getLogger()
     handlers, level, method = root.handlers[:], root.level, multiprocessing.get_start_method(allow_none=True)
     logging.getLogger("sglang").setLevel(log_level.upper())

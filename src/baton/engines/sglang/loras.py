@@ -3,13 +3,13 @@
 import asyncio
 from pathlib import Path
 
-from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.sglang_types import Manager
 from baton.errors import InvalidRequest
 from baton.protocol.commands import ListLoras, LoadLora, Outcome, UnloadLora
 
 
 class Loras:
-    """Takes adapters in and lets them go, by name."""
+    """Loads and unloads adapters by name."""
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
@@ -46,7 +46,7 @@ class Loras:
         answer = await self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name), None)
         if not answer.success:
             raise InvalidRequest(f"name: {answer.error_message}")
-        # SGLang remembers where it was, and loads it again for the next request that names it.
+        # SGLang remembers the path, and would load it again for the next request that names it.
         self._manager.lora_ref_cache.pop(name, None)
 
     def _loaded(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class Loras:
 
 
 def _directory(path: Path) -> str:
-    """Return a directory of this machine; what is none SGLang would look for on a hub."""
+    """Return a local directory. SGLang would look for any other name on a hub."""
     found = path.expanduser()
     if not found.is_dir():
         raise InvalidRequest(f"path: {path} is not a directory")

@@ -1,4 +1,4 @@
-"""Media of a request in SGLang's words: files that it encodes itself, or what was encoded elsewhere."""
+"""Media of a request as fields of SGLang's request: files that it encodes, or embeddings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def media_fields(media: Sequence[Media]) -> dict[str, list[Any]]:
     fields: dict[str, list[Any]] = {}
     for item in media:
         if isinstance(item, MediaHandles):
-            raise Unsupported("encoder_result: SGLang does not read what encode workers hold")
+            raise Unsupported("encoder_result: SGLang does not read media of encode workers")
         if item.modality not in FIELDS:
             raise InvalidRequest(f"media: {item.modality} is none of {', '.join(FIELDS)}")
         value = item.data if isinstance(item, MediaFile) else _embedding(item)
@@ -22,18 +22,18 @@ def media_fields(media: Sequence[Media]) -> dict[str, list[Any]]:
     for name, items in fields.items():
         if len(items) > 1 and any(isinstance(item, dict) for item in items):
             raise InvalidRequest(
-                f"{name}: SGLang takes one encoded piece, which may hold several, and no other with it"
+                f"{name}: SGLang takes one precomputed embedding per request, which may hold several items"
             )
     return fields
 
 
 def _embedding(item: MediaEmbedding) -> dict[str, Any]:
-    """Return rows that another worker has encoded, as SGLang wants what its own encoder would have made."""
+    """Return precomputed embedding rows in the format of SGLang's own processor output."""
     import torch
 
     dtype = getattr(torch, item.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise InvalidRequest(f"media: {item.dtype!r} is not a type of numbers")
+        raise InvalidRequest(f"media: {item.dtype!r} is not a torch dtype")
     try:
         rows = torch.frombuffer(bytearray(item.data), dtype=dtype).reshape(item.shape)
     except (RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""SGLang's own metrics as Prometheus text: its processes write files, and its front half counts in this process."""
+"""SGLang's own metrics as Prometheus text: its processes write files, its tokenizer manager counts in this process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ PREFIX = "sglang:"
 
 
 class EngineMetrics:
-    """What one engine counts, from its start to `close`."""
+    """The metrics of one engine, from its start to `close`."""
 
     def __init__(self) -> None:
         self.directory: Path | None = None
@@ -28,19 +28,19 @@ class EngineMetrics:
         return generate_latest(page).decode()
 
     def close(self) -> None:
-        """Forget what the engine has registered in this process, so that another can be started."""
+        """Unregister what the engine has registered in this process, so that another can start."""
         for collector in _registered() - self._others:
             REGISTRY.unregister(collector)
 
 
 class _Merged(Collector):
-    """The engine's metrics of several registries; one that two of them have is told once."""
+    """The engine's metrics of several registries, each family once."""
 
     def __init__(self, *registries: CollectorRegistry) -> None:
         self._registries = registries
 
     def collect(self) -> Iterator[Metric]:
-        """Tell them, one family after the other."""
+        """Yield the families."""
         families: dict[str, Metric] = {}
         for registry in self._registries:
             for metric in registry.collect():

@@ -1,10 +1,10 @@
-"""From SGLang's chunks to outputs: what is new in each, and how an answer ended. Imports no SGLang."""
+"""From SGLang's chunks to outputs: the new tokens of each, and the finish reason. Imports no SGLang."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from baton.engines.sglang.foreign import Chunk
-from baton.engines.sglang.params import cut_at, stop_tokens
+from baton.engines.sglang.params import adapter_stop_tokens, stop_tokens
+from baton.engines.sglang.sglang_types import Chunk
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, Overloaded, PeerLost
 from baton.ports.engine import Work
 from baton.protocol.handoff import Consume, Produce
@@ -14,8 +14,8 @@ BAD_REQUEST = range(400, 500)
 BUSY = (429, 503)
 
 
-class News(NamedTuple):
-    """What one chunk adds to a choice. `cut` says that the engine goes on and must be told to stop."""
+class ChoiceUpdate(NamedTuple):
+    """What one chunk adds to a choice. With `cut`, the engine still generates and must be aborted."""
 
     token_ids: list[int]
     logprobs: Logprobs | None = None
@@ -30,31 +30,31 @@ class Choice:
         self._work = work
         self._index = index
         self._incremental = incremental
-        self._cuts = cut_at(work)
+        self._cuts = adapter_stop_tokens(work)
         self._is_plain = not self._cuts and work.output.logprobs is None
         self._seen = 0
 
-    def read(self, chunk: Chunk) -> News:
-        """Return what is new. A chunk may have no tokens and no end: the engine says that it lives."""
+    def read(self, chunk: Chunk) -> ChoiceUpdate:
+        """Return what is new. A chunk may have neither tokens nor a finish reason: a sign of life."""
         meta = chunk.get("meta_info") or {}
         finish = meta.get("finish_reason")
         if finish is not None and finish.get("type") == "abort":
-            # SGLang repeats the last token when it ends a request early; nobody reads on in any case.
-            return News([], None, self._failure(finish))
+            # SGLang repeats the last token when it ends a request early.
+            return ChoiceUpdate([], None, self._failure(finish))
         ids = chunk.get("output_ids") or []
         start = 0 if self._incremental else self._seen
         fresh = list(ids[start:])
         if self._is_plain and finish is None:  # nearly always
             self._seen += len(fresh)
-            return News(fresh)
+            return ChoiceUpdate(fresh)
         kept, cut = self._kept(fresh)
         end = self._cut_end(kept, meta) if cut else self._end(finish, meta)
         logprobs = self._logprobs(meta, start, len(kept))
         self._seen += len(kept)
-        return News(kept, logprobs, end, cut and finish is None)
+        return ChoiceUpdate(kept, logprobs, end, cut and finish is None)
 
     def _kept(self, fresh: list[int]) -> tuple[list[int], bool]:
-        """Return the tokens up to a stop token that SGLang does not look at, and whether there is one."""
+        """Return the tokens up to a stop token that SGLang ignores, and whether there is one."""
         if self._cuts:
             least = self._work.stop.min_tokens or 0
             for position, token in enumerate(fresh):
@@ -89,8 +89,8 @@ class Choice:
         if status in BAD_REQUEST:
             return InvalidRequest(message)
         if isinstance(self._work.handoff, Produce | Consume) and self._seen == 0:
-            # Nothing was computed here that could have failed: what came between the two engines did.
-            return PeerLost(f"KV was not handed over: {message}")
+            # Before the first token only the transfer between the two engines can have failed.
+            return PeerLost(f"the KV handoff failed: {message}")
         return EngineFailed(message)
 
     def _logprobs(self, meta: Chunk, start: int, count: int) -> Logprobs | None:

@@ -1,9 +1,9 @@
-"""From work to SGLang's words. Imports no SGLang: what it returns are the fields of a request, as plain values."""
+"""From work to the fields of SGLang's requests, as plain values. Imports no SGLang."""
 
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,18 +14,18 @@ from baton.ports.engine import Work
 from baton.protocol.handoff import ROOM_BITS, Bootstrap, Consume, Handoff, LocalProbe, PrefillResult, Produce
 from baton.protocol.requests import GuidedDecoding, Sampling
 
-NOBODY = "2.2.2.2"  # SGLang's name for the other side of a hand-off that is only tried
-LEAST_TOP_P = 1e-9
-_ANY_DP_SIZE = 144403552893600  # what every number up to 36 divides
+FAKE_HOST = "2.2.2.2"  # SGLang's bootstrap host for a request that transfers nothing
+MIN_TOP_P = 1e-9
+_ANY_DP_SIZE = 144403552893600  # a multiple of every number up to 36
 ROOM_ZERO = (2**ROOM_BITS - 1) // _ANY_DP_SIZE * _ANY_DP_SIZE
 _META = re.compile(r"([\\.^$*+?{}\[\]|()])")
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a started engine decides how work is put to it."""
+    """How a started engine takes requests. One that `needs_bootstrap` runs disaggregated."""
 
     dialect: Dialect
-    part: str
+    needs_bootstrap: bool = False
     guided: bool = True
     seeds: bool = False
     diffusion: bool = False
@@ -36,17 +36,17 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 def request_fields(work: Work, rid: str, index: int, setting: Setting) -> dict[str, Any]:
     """Return one choice of `work` as the fields of SGLang's GenerateReqInput, media left out.
 
-    Raises InvalidRequest or Unsupported for what SGLang would take and not do.
+    Raises InvalidRequest or Unsupported for options that SGLang would accept and ignore.
     """
-    scored, asked = work.output.prompt_logprobs, work.output.logprobs
+    prompt_logprobs, logprobs = work.output.prompt_logprobs, work.output.logprobs
     fields: dict[str, Any] = {
         "rid": rid,
         "input_ids": list(work.token_ids),
         "sampling_params": sampling_params(work, index, setting),
         "stream": True,
-        "return_logprob": asked is not None or scored is not None,
-        "top_logprobs_num": max(asked or 0, scored or 0),
-        "logprob_start_len": -1 if scored is None else 0,
+        "return_logprob": logprobs is not None or prompt_logprobs is not None,
+        "top_logprobs_num": max(logprobs or 0, prompt_logprobs or 0),
+        "logprob_start_len": -1 if prompt_logprobs is None else 0,
         "priority": work.priority or None,
         "lora_path": work.lora_name,
         "max_thinking_tokens": work.stop.max_thinking_tokens,
@@ -54,19 +54,26 @@ def request_fields(work: Work, rid: str, index: int, setting: Setting) -> dict[s
         setting.dialect.dp_rank: work.dp_rank,
         setting.dialect.salt: work.cache_salt,
     }
-    return fields | _meeting(work.handoff, setting.part)
+    return fields | _bootstrap_fields(work.handoff, setting)
 
 
 def sampling_params(work: Work, index: int, setting: Setting) -> dict[str, Any]:
-    """Return how to choose tokens, and when to stop. What a request leaves open is the model's own; 0 is a value."""
-    sampling, stop = work.sampling, work.stop
-    if stop.min_tokens and not setting.guided:
+    """Return SGLang's sampling parameters. The model's defaults apply where the request sets nothing; 0 is a value."""
+    if work.stop.min_tokens and not setting.guided:
         raise Unsupported("min_tokens: this engine runs without a tokenizer; start it with --sglang-guided true")
     if setting.diffusion:
-        _refuse_choosing(sampling)
-    asked = {
+        _refuse_sampling(work.sampling)
+    chosen = {name: value for name, value in _requested(work, index, setting).items() if value is not None}
+    guide = _guide(work.sampling.guided_decoding, setting)
+    return {**setting.defaults, **chosen, **guide, "max_new_tokens": work.max_tokens, "n": 1}
+
+
+def _requested(work: Work, index: int, setting: Setting) -> dict[str, Any]:
+    """Return what the request sets; None is left to the model's defaults."""
+    sampling, stop = work.sampling, work.stop
+    return {
         "temperature": sampling.temperature,
-        "top_p": None if sampling.top_p is None else max(sampling.top_p, LEAST_TOP_P),
+        "top_p": None if sampling.top_p is None else max(sampling.top_p, MIN_TOP_P),
         "top_k": -1 if sampling.top_k == 0 else sampling.top_k,
         "min_p": sampling.min_p,
         "presence_penalty": sampling.presence_penalty,
@@ -76,32 +83,29 @@ def sampling_params(work: Work, index: int, setting: Setting) -> dict[str, Any]:
         "logit_bias": sampling.logit_bias,
         "sampling_seed": _seed(sampling, index, setting),
         "ignore_eos": stop.ignore_eos,
-        "stop_token_ids": sorted(stop_tokens(work) | ends_of(work)) or None,
+        "stop_token_ids": sorted(stop_tokens(work) | eos_tokens(work)) or None,
     }
-    chosen = {name: value for name, value in asked.items() if value is not None}
-    guide = _guide(sampling.guided_decoding, setting)
-    return {**setting.defaults, **chosen, **guide, "max_new_tokens": work.max_tokens, "n": 1}
 
 
 def stop_tokens(work: Work) -> frozenset[int]:
-    """Return the tokens that the client, or the frontend in its name, wants to stop at."""
+    """Return the stop tokens of the request."""
     stop = work.stop
     lists = (stop.stop_token_ids, stop.stop_token_ids_visible, stop.stop_token_ids_hidden)
     return frozenset(token for tokens in lists for token in tokens or ())
 
 
-def ends_of(work: Work) -> frozenset[int]:
-    """Return the tokens that end an answer of their own accord."""
+def eos_tokens(work: Work) -> frozenset[int]:
+    """Return the tokens that end the output because the model chose to."""
     return frozenset() if work.stop.ignore_eos else frozenset(work.eos_token_ids)
 
 
-def cut_at(work: Work) -> frozenset[int]:
-    """Return the tokens that the adapter stops at itself: told to ignore the end, SGLang looks at no stop token."""
+def adapter_stop_tokens(work: Work) -> frozenset[int]:
+    """Return the stop tokens that the adapter applies: with ignore_eos, SGLang ignores every stop token."""
     return stop_tokens(work) if work.stop.ignore_eos else frozenset()
 
 
-def _refuse_choosing(sampling: Sampling) -> None:
-    """A diffusion model fills in what it is surest of, and SGLang would not say that it looks at nothing else."""
+def _refuse_sampling(sampling: Sampling) -> None:
+    """Raise Unsupported for options that SGLang silently ignores for diffusion models."""
     no_effect = {
         "temperature": (None, 0),
         "top_p": (None, 1),
@@ -117,7 +121,7 @@ def _refuse_choosing(sampling: Sampling) -> None:
 
 
 def _seed(sampling: Sampling, index: int, setting: Setting) -> int | None:
-    """Return the seed of one choice. Choices with one seed would all be the same."""
+    """Return the seed of one choice. Choices with equal seeds would be equal."""
     if sampling.seed is None or sampling.temperature == 0:
         return None
     if not setting.seeds:
@@ -128,37 +132,40 @@ def _seed(sampling: Sampling, index: int, setting: Setting) -> int | None:
 
 
 def _guide(guided: GuidedDecoding | None, setting: Setting) -> dict[str, str]:
-    kinds = guided.kinds() if guided is not None else ()
-    if guided is None or not kinds:
+    if guided is None or not (kinds := guided.kinds()):
         return {}
-    if not setting.guided:
-        raise Unsupported("guided_decoding: this engine runs without a tokenizer; start it with --sglang-guided true")
-    if len(kinds) > 1:
-        raise InvalidRequest(f"guided_decoding: one shape at a time, not {' and '.join(kinds)}")
-    if guided.whitespace_pattern is not None:
-        raise Unsupported("guided_decoding.whitespace_pattern: SGLang takes it as an argument, not with a request")
-    if guided.backend not in (None, "auto", setting.grammar_backend):
-        raise Unsupported(f"guided_decoding.backend: this engine guides with {setting.grammar_backend}")
+    _refuse_guide(guided, kinds, setting)
     match kinds[0]:
         case "json":
             return {"json_schema": _text(guided.json)}
         case "regex":
-            return {"regex": _shape(guided.regex, "regex")}
+            return {"regex": _not_empty(guided.regex, "regex")}
         case "choice":
-            return {"regex": _shape("|".join(f"({escape(choice)})" for choice in guided.choice or ()), "choice")}
+            return {"regex": _not_empty("|".join(f"({escape(choice)})" for choice in guided.choice or ()), "choice")}
         case "grammar":
-            return {"ebnf": _shape(guided.grammar, "grammar")}
+            return {"ebnf": _not_empty(guided.grammar, "grammar")}
         case _:
             return {"structural_tag": _text(guided.structural_tag)}
 
 
+def _refuse_guide(guided: GuidedDecoding, kinds: Sequence[str], setting: Setting) -> None:
+    if not setting.guided:
+        raise Unsupported("guided_decoding: this engine runs without a tokenizer; start it with --sglang-guided true")
+    if len(kinds) > 1:
+        raise InvalidRequest(f"guided_decoding: one kind at a time, not {' and '.join(kinds)}")
+    if guided.whitespace_pattern is not None:
+        raise Unsupported("guided_decoding.whitespace_pattern: SGLang takes it as an argument, not with a request")
+    if guided.backend not in (None, "auto", setting.grammar_backend):
+        raise Unsupported(f"guided_decoding.backend: this engine uses {setting.grammar_backend}")
+
+
 def escape(text: str) -> str:
-    """Return a regular expression for exactly `text`. Only what has a meaning is escaped: grammars know no more."""
+    """Return a regular expression for exactly `text`. Grammar backends accept no escapes beyond these."""
     return _META.sub(r"\\\1", text)
 
 
-def _shape(text: str | None, kind: str) -> str:
-    """SGLang takes an empty shape for none."""
+def _not_empty(text: str | None, kind: str) -> str:
+    """Raise InvalidRequest for an empty guide, which SGLang would ignore."""
     if not text:
         raise InvalidRequest(f"guided_decoding.{kind}: it is empty")
     return text
@@ -168,36 +175,36 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _meeting(handoff: Handoff | None, part: str) -> dict[str, Any]:
-    match handoff, part:
-        case None, "whole":
-            return {}
-        case Produce(bootstrap=Bootstrap() as place), "prefill":
-            return _at(place)
-        case Consume(source=Bootstrap() as place), "decode":
-            return _at(place)
-        case Consume(source=PrefillResult() as result), "decode":
-            return _at(_place_in(result))
-        case LocalProbe(), "prefill" | "decode":
-            return _at(Bootstrap(host=NOBODY, port=0, room=random.getrandbits(ROOM_BITS)))
-        case LocalProbe(), "whole":
-            return {}
-        case _, "prefill":
-            raise InvalidRequest("this engine only computes prompts for others; the work names no place to meet")
-        case _, "decode":
-            raise Unsupported("this engine only goes on from KV of prefill workers, and the work names none")
+def _bootstrap_fields(handoff: Handoff | None, setting: Setting) -> dict[str, Any]:
+    """Return the bootstrap address of this request.
+
+    SGLang takes room 0 for none and waits for ever. Both sides use another room for it, of the same data-parallel rank,
+    which is the remainder of the room.
+    """
+    place = _bootstrap_of(handoff, setting)
+    if place is None:
+        return {}
+    return {"bootstrap_host": place.host, "bootstrap_port": place.port, "bootstrap_room": place.room or ROOM_ZERO}
+
+
+def _bootstrap_of(handoff: Handoff | None, setting: Setting) -> Bootstrap | None:
+    if not setting.needs_bootstrap:
+        if isinstance(handoff, Produce | Consume):
+            raise Unsupported("this engine neither produces nor consumes KV: its disaggregation mode is null")
+        return None
+    match handoff:
+        case Produce(bootstrap=Bootstrap() as place) | Consume(source=Bootstrap() as place):
+            return place
+        case Consume(source=PrefillResult() as result):
+            return _bootstrap_in(result)
+        case LocalProbe():
+            return Bootstrap(host=FAKE_HOST, port=0, room=random.getrandbits(ROOM_BITS))
         case _:
-            raise Unsupported("this engine neither gives nor takes KV; start it as prefill or decode")
+            raise InvalidRequest("this engine runs disaggregated, and the request has no bootstrap address")
 
 
-def _place_in(result: PrefillResult) -> Bootstrap:
+def _bootstrap_in(result: PrefillResult) -> Bootstrap:
     try:
         return msgspec.convert(result.disaggregated_params, Bootstrap)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"prefill_result.disaggregated_params: {error}") from None
-
-
-def _at(place: Bootstrap) -> dict[str, Any]:
-    """Return where to meet. SGLang takes room 0 for none and waits there for ever; another is as good, if both take it
-    and it is of the same data-parallel rank, which is what is left of it after a division."""
-    return {"bootstrap_host": place.host, "bootstrap_port": place.port, "bootstrap_room": place.room or ROOM_ZERO}

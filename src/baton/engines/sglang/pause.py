@@ -1,37 +1,38 @@
-"""Having SGLang hold still: pauses, memory that is given back, and the cache, which can only be cleared meanwhile."""
+"""Pausing SGLang, releasing its memory, and clearing its cache.
+
+`control/` owns the state: which pause holds and which memory is released. Here are the operations. SGLang dies when
+memory that requests use is released, so a release stops generation first and leaves it stopped.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.engines.sglang.foreign import Manager
 from baton.engines.sglang.requests import Requests
+from baton.engines.sglang.sglang_types import Manager
 from baton.errors import InvalidRequest, Paused
 from baton.protocol.commands import ClearCache, Continue, Outcome, Pause, ReleaseMemory, ResumeMemory
 
 MODES = {"keep": "in_place", "retract": "retract", "abort": "abort"}
-DONE = {"abort": "ended", "retract": "sent back to the queue", "keep": "kept in place"}
+EFFECTS = {"abort": "ended", "retract": "returned to the queue", "keep": "kept in place"}
 
 
-class Holding:
-    """What holds an engine: an operator's pause, or memory that it needs and has not. It goes on when nothing does.
-
-    SGLang dies when memory is released that requests use, or resumed that was not released; it never hears of that.
-    """
+class PauseCommands:
+    """Stops and continues generation. `Requests.held` is whether SGLang generates now."""
 
     def __init__(self, manager: Manager, requests: Requests, retracts: bool) -> None:
-        self.released: frozenset[str] = frozenset()
         self._manager = manager
         self._requests = requests
         self._retracts = retracts
-        self._paused = False
 
     async def execute(self, command: Pause | Continue | ClearCache | ReleaseMemory | ResumeMemory) -> Outcome:
         """See `Engine.execute`."""
         match command:
             case Pause():
-                return await self._pause(command.mode)
+                affected = await self._pause(command.mode)
+                return Outcome(message=f"paused; {affected} requests {EFFECTS[command.mode]}", requests=affected)
             case Continue():
-                return await self._continue()
+                await self._continue()
+                return Outcome(message="continued")
             case ReleaseMemory():
                 return await self._release(command.tags)
             case ResumeMemory():
@@ -40,38 +41,41 @@ class Holding:
                 async with self.between_steps():
                     answer = await self._manager.flush_cache()
                 if not answer.success:
-                    raise InvalidRequest(answer.message or "the cache cannot be cleared while requests hold it")
+                    raise InvalidRequest(answer.message or "the cache cannot be cleared while requests use it")
                 return Outcome(message="the prefix cache is empty")
 
     @asynccontextmanager
     async def between_steps(self) -> AsyncIterator[None]:
-        """Have every request out of the way, and let it go on afterwards unless something else holds it.
+        """Stop generation for the block; afterwards it continues if it ran before.
 
-        Raises InvalidRequest when there are requests and they cannot be moved.
+        Raises InvalidRequest when there are requests and this engine cannot return them to the queue.
         """
         if not self._retracts:
-            if self._requests.running or self._requests.waiting:
-                raise InvalidRequest(
-                    "requests are running, and this engine cannot send them back to the queue; ask again when they have"
-                    " ended, which a pause with mode abort hastens"
-                )
+            self._refuse_while_busy()
             yield
             return
+        generated = not self._requests.held
         await self._hold("retract")
         try:
             yield
         finally:
-            await self._go_on_unless_held()
+            if generated:
+                await self._continue()
 
-    async def _pause(self, mode: str) -> Outcome:
-        before = "paused already; " if self._paused else "paused; "
-        self._paused = True
+    def _refuse_while_busy(self) -> None:
+        if self._requests.running or self._requests.waiting:
+            raise InvalidRequest(
+                "requests are running, and this engine cannot return them to the queue; retry when they have ended, or"
+                " end them with a pause of mode abort"
+            )
+
+    async def _pause(self, mode: str) -> int:
+        """Stop generation; return how many requests that affects."""
         if mode == "abort":
-            affected = await self._end_all()
-        else:
-            affected = self._requests.running
-            await self._hold(MODES[mode])
-        return self._outcome(f"{before}{affected} requests {DONE[mode]}", affected)
+            return await self._end_all()
+        affected = self._requests.running
+        await self._hold(MODES[mode])
+        return affected
 
     async def _end_all(self) -> int:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -82,6 +86,7 @@ class Holding:
             await self._manager.pause_generation(PauseGenerationReqInput(mode="abort"))
         finally:
             self._requests.because = None
+        self._requests.held = True
         return affected
 
     async def _hold(self, mode: str) -> None:
@@ -90,41 +95,24 @@ class Holding:
         self._requests.held = True
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
-    async def _continue(self) -> Outcome:
-        before, self._paused = self._paused, False
-        await self._go_on_unless_held()
-        message = "continued" if before else "nothing to do: not paused"
-        if self.released:
-            message += f"; requests wait for {' and '.join(sorted(self.released))}"
-        return self._outcome(message)
-
-    async def _go_on_unless_held(self) -> None:
+    async def _continue(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        if not self._paused and not self.released:
-            self._requests.held = False
-            await self._manager.continue_generation(ContinueGenerationReqInput())
+        self._requests.held = False
+        await self._manager.continue_generation(ContinueGenerationReqInput())
 
     async def _release(self, tags: tuple[str, ...]) -> Outcome:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        changed = sorted(set(tags) - self.released)
-        if changed:
-            async with self.between_steps():
-                await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=changed), None)
-                self.released |= set(changed)
-        return self._outcome(f"released {' and '.join(changed)}" if changed else "nothing to do: released before")
+        if self._retracts:
+            await self._hold("retract")
+        else:
+            self._refuse_while_busy()
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)), None)
+        return Outcome(message=f"released {' and '.join(tags)}")
 
     async def _resume(self, tags: tuple[str, ...]) -> Outcome:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        changed = sorted(set(tags) & self.released)
-        if changed:
-            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=changed), None)
-            self.released -= set(changed)
-            await self._go_on_unless_held()
-        return self._outcome(f"resumed {' and '.join(changed)}" if changed else "nothing to do: not released")
-
-    def _outcome(self, message: str, requests: int | None = None) -> Outcome:
-        released = tuple(sorted(self.released))
-        return Outcome(message=message, requests=requests, paused=self._paused, released=released)
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)), None)
+        return Outcome(message=f"resumed {' and '.join(tags)}")

@@ -1,6 +1,6 @@
-"""What SGLang tells while it runs, read on a thread: load from shared memory, KV events from sockets, signs of death.
+"""Load, KV events and process deaths of a running SGLang, read on a thread.
 
-Nothing here waits on the event loop, for a scheduler that is stopped may hold the lock of its shared memory.
+The event loop never waits for shared memory: a scheduler that is stopped may hold its lock.
 """
 
 import asyncio
@@ -8,51 +8,97 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.engine_kit.threads import post
-from baton.engines.sglang.foreign import Snapshot, SnapshotReader
 from baton.engines.sglang.kv_events import RankEvents
-from baton.engines.sglang.ports import free_port
+from baton.engines.sglang.sglang_types import Snapshot, SnapshotReader
+from baton.engines.sglang.tcp_ports import free_port
 from baton.errors import ConfigError
-from baton.protocol.events import KvEvent, LoadSnapshot
+from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 
 if TYPE_CHECKING:
     import zmq  # type: ignore[import-not-found, unused-ignore]
 
-LOAD_EVERY_S = 0.25
+LOAD_INTERVAL_S = 0.25
 POLL_MS = 100
 LOOPBACK = "127.0.0.1"
-TRIES = 50
-FIRST_S = 15.0
+MAX_TRIES = 50
+FIRST_LOAD_S = 15.0
 
 log = logging.getLogger(__name__)
 
 
-class News(NamedTuple):
-    """What one look has found: events in order, the load of each rank, and how many steps were made since."""
+class Update(NamedTuple):
+    """What one poll has read: KV events in order, the load of each rank, and the steps since the last poll."""
 
     events: list[KvEvent]
     loads: list[LoadSnapshot]
     steps: int
 
 
-def load_of(snapshot: Snapshot, page: int) -> LoadSnapshot:
-    """Return a rank's load. SGLang counts tokens; a block that is partly used is used."""
+class ReadingFeed:
+    """Readings on their way to their one reader. Event-loop thread only."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._events: deque[KvEvent] = deque()
+        self._loads: dict[int, LoadSnapshot] = {}
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    def set_loads(self, loads: Iterable[LoadSnapshot]) -> None:
+        """Replace the load of every rank."""
+        self._loads = {load.dp_rank: load for load in loads}
+        self._changed.set()
+
+    def push(self, update: Update) -> None:
+        """Add what a poll has read."""
+        self.steps += update.steps
+        self._events += update.events
+        self._loads.update((load.dp_rank, load) for load in update.loads)
+        self._changed.set()
+
+    def end(self) -> None:
+        """End the iteration after what has been pushed. Idempotent."""
+        self._ended = True
+        self._changed.set()
+
+    async def read(self) -> AsyncGenerator[Reading, None]:
+        """Yield every KV event, and the load of each rank whenever it has changed."""
+        published: dict[int, LoadSnapshot] = {}
+        while True:
+            self._changed.clear()
+            while self._events:
+                yield self._events.popleft()
+            for rank, load in tuple(self._loads.items()):
+                if published.get(rank) != load:
+                    published[rank] = load
+                    yield load
+            if self._events:
+                continue
+            if self._ended:
+                return
+            await self._changed.wait()
+
+
+def load_of(snapshot: Snapshot, page_size: int) -> LoadSnapshot:
+    """Return a rank's load. SGLang counts tokens; a partly used block counts as used."""
     return LoadSnapshot(
         running=snapshot.num_running_reqs,
         waiting=snapshot.num_waiting_reqs,
-        used_blocks=-(-snapshot.num_used_tokens // page),
-        total_blocks=snapshot.max_total_num_tokens // page,
+        used_blocks=-(-snapshot.num_used_tokens // page_size),
+        total_blocks=snapshot.max_total_num_tokens // page_size,
         dp_rank=snapshot.dp_rank,
     )
 
 
-async def first_loads(reader: SnapshotReader | None, limit_s: float = FIRST_S) -> list[Snapshot]:
-    """Return what every scheduler has told of itself when it began; nothing, if it takes too long."""
-    deadline = time.monotonic() + limit_s
+async def first_loads(reader: SnapshotReader | None, timeout_s: float = FIRST_LOAD_S) -> list[Snapshot]:
+    """Wait for the first load of every scheduler; return nothing if that takes too long."""
+    deadline = time.monotonic() + timeout_s
     while reader is not None and time.monotonic() < deadline:
         snapshots = await asyncio.to_thread(reader.read_all)
         if snapshots and all(snapshot.max_total_num_tokens for snapshot in snapshots):
@@ -62,7 +108,7 @@ async def first_loads(reader: SnapshotReader | None, limit_s: float = FIRST_S) -
 
 
 class EventSockets:
-    """One subscription for each rank of this machine. The publishers come to us: so no port has to be guessed."""
+    """One subscription for each rank of this machine. We bind and the publishers connect: no port is guessed."""
 
     def __init__(self, ranks: Iterable[int], given: str | None) -> None:
         import zmq
@@ -77,7 +123,7 @@ class EventSockets:
             raise
 
     def close(self) -> None:
-        """Give the sockets up. Idempotent."""
+        """Close the sockets. Idempotent."""
         self.sockets = {}
         self._context.destroy(linger=0)
 
@@ -94,7 +140,7 @@ class EventSockets:
     def _bind(self, ranks: tuple[int, ...]) -> int:
         import zmq
 
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             base = free_port(LOOPBACK)
             try:
                 for rank in ranks:
@@ -118,47 +164,47 @@ class EventSockets:
 
 
 def published_at(config: str) -> str | None:
-    """Return where a person lets SGLang publish, if there is anything to hear. Raises ConfigError."""
+    """Return the address of `--kv-events-config`, None if nothing is published here. Raises ConfigError."""
     try:
-        said = json.loads(config)
-        endpoint = str(said.get("endpoint", "tcp://*:5557"))
-        publisher = said.get("publisher", "null")
+        parsed = json.loads(config)
+        endpoint = str(parsed.get("endpoint", "tcp://*:5557"))
+        publisher = parsed.get("publisher", "null")
     except (ValueError, AttributeError):
         raise ConfigError(f"--kv-events-config: {config!r} is not a JSON object") from None
     if publisher != "zmq":
         return None
     reachable = endpoint.replace("*", LOOPBACK).replace("0.0.0.0", LOOPBACK)
     if reachable == endpoint and endpoint.startswith("tcp://"):
-        log.warning("SGLang sends its KV events to %s; Baton tells none", endpoint)
+        log.warning("SGLang sends its KV events to %s; Baton publishes none", endpoint)
         return None
     return reachable
 
 
 def at_rank(endpoint: str, rank: int) -> str:
-    """Return where a rank publishes: each has the port after the one before."""
+    """Return where a rank publishes: the port of rank 0 plus the rank."""
     base, colon, port = endpoint.rpartition(":")
     return f"{base}{colon}{int(port) + rank}" if rank and port.isdigit() else endpoint
 
 
 class Watch:
-    """The thread. It begins when made; `on_news` and `on_death` are called on the event loop."""
+    """The thread, started by the constructor. `on_update` and `on_death` are called on the event loop."""
 
     def __init__(
         self,
         reader: SnapshotReader | None,
         sockets: EventSockets,
         pids: Sequence[int],
-        page: int,
-        on_news: Callable[[News], None],
+        page_size: int,
+        on_update: Callable[[Update], None],
         on_death: Callable[[str], None],
     ) -> None:
         self._reader = reader
         self._sockets = sockets
         self._pids = tuple(pids)
-        self._page = page
-        self._on_news = on_news
+        self._page_size = page_size
+        self._on_update = on_update
         self._on_death = on_death
-        self._ranks = {rank: RankEvents(rank, page) for rank in sockets.sockets}
+        self._ranks = {rank: RankEvents(rank, page_size) for rank in sockets.sockets}
         self._stamps: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
@@ -173,14 +219,14 @@ class Watch:
 
     def _main(self) -> None:
         try:
-            self._look_until_stopped()
-        except Exception as error:  # noqa: BLE001 - the engine without its watch is as good as dead
+            self._poll_until_stopped()
+        except Exception as error:  # noqa: BLE001 - without its watch the engine counts as dead
             post(self._loop, self._on_death, f"SGLang cannot be watched: {error!r}")
         finally:
             self._sockets.close()
             post(self._loop, self._ended.set)
 
-    def _look_until_stopped(self) -> None:
+    def _poll_until_stopped(self) -> None:
         import zmq
 
         poller = zmq.Poller()
@@ -188,27 +234,26 @@ class Watch:
             poller.register(socket, zmq.POLLIN)
         due = 0.0
         while not self._stop.is_set():
-            if self._sockets.sockets:
-                ready = dict(poller.poll(POLL_MS))
-            else:
-                ready = {}
-                self._stop.wait(POLL_MS / 1000)
-            events = [
-                event
-                for rank, socket in self._sockets.sockets.items()
-                if socket in ready
-                for event in self._heard(rank, socket)
-            ]
+            events = self._events(poller)
             loads: list[LoadSnapshot] = []
             steps = 0
             if time.monotonic() >= due:
-                due = time.monotonic() + LOAD_EVERY_S
+                due = time.monotonic() + LOAD_INTERVAL_S
                 loads, steps = self._loads()
-                self._look_for_the_dead()
+                self._check_processes()
             if events or steps:
-                post(self._loop, self._on_news, News(events, loads, steps))
+                post(self._loop, self._on_update, Update(events, loads, steps))
 
-    def _heard(self, rank: int, socket: "zmq.Socket[bytes]") -> list[KvEvent]:
+    def _events(self, poller: "zmq.Poller") -> list[KvEvent]:
+        """Wait for KV events for up to `POLL_MS`."""
+        sockets = self._sockets.sockets
+        if not sockets:
+            self._stop.wait(POLL_MS / 1000)
+            return []
+        ready = dict(poller.poll(POLL_MS))
+        return [event for rank, socket in sockets.items() if socket in ready for event in self._received(rank, socket)]
+
+    def _received(self, rank: int, socket: "zmq.Socket[bytes]") -> list[KvEvent]:
         import zmq
 
         events: list[KvEvent] = []
@@ -223,17 +268,17 @@ class Watch:
         snapshots = self._reader.read_all() if self._reader is not None else ()
         fresh = [snapshot for snapshot in snapshots if self._stamps.get(snapshot.dp_rank) != snapshot.timestamp]
         self._stamps.update((snapshot.dp_rank, snapshot.timestamp) for snapshot in fresh)
-        return [load_of(snapshot, self._page) for snapshot in fresh if snapshot.max_total_num_tokens], len(fresh)
+        return [load_of(snapshot, self._page_size) for snapshot in fresh if snapshot.max_total_num_tokens], len(fresh)
 
-    def _look_for_the_dead(self) -> None:
+    def _check_processes(self) -> None:
         for pid in self._pids:
-            if not _lives(pid):
+            if not _is_running(pid):
                 post(self._loop, self._on_death, f"SGLang's process {pid} has died")
                 self._stop.set()
 
 
-def _lives(pid: int) -> bool:
-    """Whether a process is there and has not ended; one that has ended waits to be asked why."""
+def _is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
     try:
         with open(f"/proc/{pid}/stat") as status:
             return status.read().rpartition(")")[2].split()[0] not in ("Z", "X")

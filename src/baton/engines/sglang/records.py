@@ -1,9 +1,9 @@
-"""What SGLang writes down when it is asked to: where time goes, and which experts tokens go to."""
+"""Profiles and expert-distribution records of SGLang."""
 
 from pathlib import Path
 
 from baton.config.environment import sglang_record_directory
-from baton.engines.sglang.foreign import Manager
+from baton.engines.sglang.sglang_types import Manager
 from baton.errors import EngineFailed, InvalidRequest
 from baton.protocol.commands import (
     DumpExpertRecord,
@@ -16,7 +16,7 @@ from baton.protocol.commands import (
 
 
 class Records:
-    """Profiles and expert records of one engine."""
+    """Starts, stops and writes records of one engine."""
 
     def __init__(self, manager: Manager, device: str) -> None:
         self._manager = manager

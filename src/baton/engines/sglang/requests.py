@@ -1,7 +1,7 @@
 """The requests inside SGLang: one reader task for each choice, and an abort that reaches every one of them.
 
-SGLang ends every request whose id *begins* with the one that it is told, so an id begins with a number of its own, as
-long as every other: "a.1" must not take "a.10" along.
+SGLang aborts every request whose id *begins* with the given one, so ids begin with a number of fixed length: aborting
+"a.1" must not abort "a.10".
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from contextlib import aclosing
 from typing import Any
 
 from baton.engine_kit.output_stream import OutputStream
-from baton.engines.sglang.foreign import Manager
 from baton.engines.sglang.media import media_fields
-from baton.engines.sglang.outputs import Choice, News
+from baton.engines.sglang.outputs import Choice, ChoiceUpdate
 from baton.engines.sglang.params import Setting, request_fields
+from baton.engines.sglang.sglang_types import Manager
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest
 from baton.ports.engine import Work
 from baton.protocol.ids import RequestId
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class _Request:
-    """One request: its stream, and its choices that have not ended, by the ids that SGLang knows them by."""
+    """One request: its stream, and the readers of its unfinished choices by SGLang's request ids."""
 
     __slots__ = ("begun", "readers", "stream", "work")
 
@@ -41,10 +41,10 @@ class _Request:
 
 
 class Requests:
-    """Everything that has been submitted and has not ended. Only ever touched from the event loop.
+    """The unfinished requests. Event-loop thread only.
 
-    While an operator's pause holds, `held` is true: what is inside SGLang stays there, even when it is aborted. What
-    SGLang ends without being asked to ends with `because`, if that is set.
+    `held` is true while generation is paused: SGLang then keeps even aborted requests. Requests that SGLang ends on its
+    own fail with `because`, if it is set.
     """
 
     def __init__(self, manager: Manager, make: Callable[..., Any], setting: Setting, incremental: bool = True) -> None:
@@ -60,12 +60,12 @@ class Requests:
 
     @property
     def running(self) -> int:
-        """How many have begun to answer."""
+        """Requests that have output."""
         return sum(request.begun for request in self._open.values())
 
     @property
     def waiting(self) -> int:
-        """How many have not."""
+        """Requests without output."""
         return len(self._open) - self.running
 
     def submit(self, work: Work) -> OutputStream:
@@ -80,7 +80,7 @@ class Requests:
         for index, fields in enumerate(choices):
             reading = asyncio.create_task(self._read(request, index, fields | media), name=f"sglang-{fields['rid']}")
             request.readers[fields["rid"]] = reading
-            reading.add_done_callback(functools.partial(self._left, request, fields["rid"]))
+            reading.add_done_callback(functools.partial(self._reader_done, request, fields["rid"]))
         return request.stream
 
     async def abort(self, request_id: RequestId) -> None:
@@ -89,21 +89,21 @@ class Requests:
         if request is None:
             return
         request.stream.fail(Cancelled("aborted"))
-        readers = self._take_back(request)
+        readers = self._abort_choices(request)
         if readers:
-            # Held in place, a request ends when the engine goes on; until then nothing touches its memory.
+            # A held request ends when generation continues; until then nothing touches its memory.
             await asyncio.wait(readers, timeout=HELD_ABORT_S if self.held else None)
 
     def end_early(self, because: BatonError) -> int:
-        """End every request with `because`; return how many there were."""
+        """End every request with `because`; return their number."""
         requests = tuple(self._open.values())
         for request in requests:
             request.stream.fail(because)
-            self._take_back(request)
+            self._abort_choices(request)
         return len(requests)
 
     def abandon(self, because: BatonError) -> list[asyncio.Task[None]]:
-        """End every stream with `because`, and give up reading; return the readers, which end by themselves."""
+        """End every stream with `because` and cancel the readers; return them."""
         readers = [reader for request in self._open.values() for reader in request.readers.values()]
         for request in self._open.values():
             request.stream.fail(because)
@@ -112,29 +112,29 @@ class Requests:
         return readers
 
     async def close(self, because: BatonError) -> None:
-        """End every stream with `because`; return when nobody reads any more."""
+        """End every stream with `because`; return when every reader has ended."""
         if readers := self.abandon(because):
             await asyncio.wait(readers)
 
     def _fields(self, work: Work, index: int) -> dict[str, Any]:
         return request_fields(work, f"{next(self._numbers):012x}-{work.request_id}", index, self._setting)
 
-    def _take_back(self, request: _Request) -> list[asyncio.Task[None]]:
-        """Tell SGLang to end every choice; return the readers that will see it."""
+    def _abort_choices(self, request: _Request) -> list[asyncio.Task[None]]:
+        """Abort every choice at SGLang; return the readers, which end with it."""
         for rid, reader in tuple(request.readers.items()):
             state = self._manager.rid_to_state.get(rid)
             if state is not None and state.dispatched:
                 self._manager.abort_request(rid=rid)
             else:
-                # SGLang would forget an abort that comes before its request.
+                # SGLang drops an abort that arrives before its request.
                 reader.cancel()
         return list(request.readers.values())
 
-    def _left(self, request: _Request, rid: str, _: asyncio.Task[None]) -> None:
+    def _reader_done(self, request: _Request, rid: str, _: asyncio.Task[None]) -> None:
         del request.readers[rid]
         if not request.readers and self._open.get(request.work.request_id) is request:
             del self._open[request.work.request_id]
-            request.stream.fail(EngineFailed("SGLang ended the request and did not say why"))
+            request.stream.fail(EngineFailed("SGLang ended the request without a reason"))
 
     async def _read(self, request: _Request, index: int, fields: dict[str, Any]) -> None:
         choice = Choice(request.work, index, self._incremental)
@@ -144,7 +144,7 @@ class Requests:
                     self.steps += 1
                     behind = request.stream.unread
                     self._deliver(request, fields["rid"], index, choice.read(chunk))
-                    if behind:  # SGLang joins what is not fetched, for less than a wake-up each
+                    if behind:  # SGLang merges chunks that are not read, which is cheaper than a wake-up for each
                         await request.stream.caught_up(CATCH_UP_S)
         except BatonError as error:
             self._fail(request, error)
@@ -154,20 +154,20 @@ class Requests:
             log.warning("%s failed inside SGLang", request.work.request_id, exc_info=True)
             self._fail(request, EngineFailed(f"SGLang failed: {error!r}"))
 
-    def _deliver(self, request: _Request, rid: str, index: int, news: News) -> None:
+    def _deliver(self, request: _Request, rid: str, index: int, update: ChoiceUpdate) -> None:
         stream = request.stream
-        if news.token_ids:
+        if update.token_ids:
             request.begun = True
-            stream.push(news.token_ids, index, news.logprobs)
-        if isinstance(end := news.end, Finished):
+            stream.push(update.token_ids, index, update.logprobs)
+        if isinstance(end := update.end, Finished):
             stream.finish(end.reason, index, end.stop_reason, end.cached_tokens, end.prompt_logprobs)
-            if news.cut:
+            if update.cut:
                 self._manager.abort_request(rid=rid)
         elif end is not None:
             self._fail(request, self.because if isinstance(end, Cancelled) and self.because is not None else end)
 
     def _fail(self, request: _Request, error: BatonError) -> None:
-        """One choice has failed, and with it the request."""
+        """Fail the request, because one of its choices failed."""
         request.stream.fail(error)
         if len(request.readers) > 1:
-            self._take_back(request)
+            self._abort_choices(request)

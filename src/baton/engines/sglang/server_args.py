@@ -1,4 +1,4 @@
-"""From what a person wrote after `--` to SGLang's own settings, by SGLang's own parser, before anything starts."""
+"""Parses the arguments after `--` with SGLang's own parser, before anything starts."""
 
 import argparse
 from collections.abc import Mapping
@@ -10,20 +10,20 @@ import msgspec
 from baton.config.engines import ExpertOptions, SglangOptions
 from baton.engines.sglang.compat import import_sglang
 from baton.engines.sglang.experts import expert_arguments
-from baton.engines.sglang.foreign import ServerArgs
-from baton.engines.sglang.mode_flags import Part, own_flags, refuse_conflicts
+from baton.engines.sglang.launch_mode import LaunchMode, own_flags, refuse_conflicts
+from baton.engines.sglang.sglang_types import ServerArgs
 from baton.errors import ConfigError
 
 
 class Arguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What SGLang's parser made of a command line that has been checked; `given` are the fields a person has set."""
+    """A parsed and checked command line. `given` are the fields that it sets."""
 
     given: frozenset[str]
     values: Mapping[str, Any]
 
     @property
     def dp_size(self) -> int:
-        """How many schedulers there are, each with a KV cache of its own."""
+        """The number of schedulers, each with a KV cache of its own."""
         return int(self.values["dp_size"]) * int(self.values.get("attn_dp_size") or 1)
 
     @property
@@ -37,57 +37,57 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leader(self) -> bool:
-        """Whether requests come in here."""
+        """Whether this node receives requests."""
         return int(self.values["node_rank"]) == 0
 
 
 def check_arguments(
-    part: Part,
+    mode: LaunchMode,
     options: SglangOptions,
     args: tuple[str, ...],
     model_dir: Path,
     name: str,
     experts: ExpertOptions | None = None,
 ) -> Arguments:
-    """Return what SGLang is to be started with. Raises ConfigError, saying what to change. Imports SGLang."""
+    """Return the arguments to start SGLang with. Raises ConfigError, saying what to change. Imports SGLang."""
     dialect = import_sglang()
     parser = _parser()
-    written = _without_denials(parser, _merged(parser, args))
-    named = _named(parser, written)
-    flags = own_flags(part, options, model_dir, name, dialect, frozenset(named))
+    argv = _without_denials(parser, _merged(parser, args))
+    named = _named(parser, argv)
+    flags = own_flags(mode, options, model_dir, name, dialect, frozenset(named))
     try:
-        values = vars(parser.parse_args([*flags, *written]))
+        values = vars(parser.parse_args([*flags, *argv]))
     except ConfigError as error:
         raise ConfigError(f"SGLang does not accept its arguments: {error.message}") from None
     if more := _expert_flags(parser, experts, values, named):
-        values = vars(parser.parse_args([*flags, *more, *written]))
-    refuse_conflicts(part, {dest: values[dest] for dest in named if dest in values}, named)
+        values = vars(parser.parse_args([*flags, *more, *argv]))
+    refuse_conflicts(mode, {dest: values[dest] for dest in named if dest in values}, named)
     if values["device"] is None:
         _refuse_without_accelerator()
     return Arguments(given=frozenset(named), values=values)
 
 
 def make_server_args(arguments: Arguments, more: Mapping[str, object]) -> ServerArgs:
-    """Return SGLang's settings for one start, with what is known only now. Raises ConfigError."""
+    """Return SGLang's settings for one start; `more` overrides the arguments. Raises ConfigError."""
     from sglang.srt.server_args import ServerArgs as Settings
 
     parsed = argparse.Namespace(**{**arguments.values, **more})
     parsed._radix_eviction_policy_explicitly_set = "radix_eviction_policy" in arguments.given
     try:
         made: ServerArgs = Settings.from_cli_args(parsed)
-    except Exception as error:  # its checks raise whatever they like
+    except Exception as error:  # its checks raise any type
         raise ConfigError(f"SGLang does not accept its arguments: {error}") from error
     return made
 
 
 def help_text() -> str:
-    """Return what SGLang says of its own arguments. Imports SGLang."""
+    """Return the help text of SGLang's own arguments. Imports SGLang."""
     import_sglang()
     return _parser().format_help()
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that tells what is wrong and does not end the process."""
+    """A parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -118,29 +118,29 @@ def _merged(parser: argparse.ArgumentParser, args: tuple[str, ...]) -> list[str]
 
 
 def _without_denials(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
-    """Return the words without the switches that are set to false: SGLang has no word for that."""
+    """Return `argv` without switches set to false, which SGLang's parser cannot express."""
     switches = {name for name, action in parser._option_string_actions.items() if action.nargs == 0}
-    return [word for word in argv if not (word.endswith("=false") and word.removesuffix("=false") in switches)]
+    return [arg for arg in argv if not (arg.endswith("=false") and arg.removesuffix("=false") in switches)]
 
 
 def _named(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, str]:
-    """Return which fields a command line sets, and how each was written."""
+    """Return the fields that a command line sets, with their spelling there."""
     actions = parser._option_string_actions
-    options = [word.split("=", 1)[0] for word in argv if word.startswith("-")]
+    options = [arg.split("=", 1)[0] for arg in argv if arg.startswith("-")]
     return {actions[option].dest: option for option in options if option in actions}
 
 
 def _expert_flags(
     parser: argparse.ArgumentParser, experts: ExpertOptions | None, values: Mapping[str, Any], named: Mapping[str, str]
 ) -> list[str]:
-    """Return what the settings of experts come to, given SGLang's own settings."""
+    """Return the flags of the --experts-* settings."""
     if experts is None:
         return []
-    together = values["moe_a2a_backend"] not in (None, "none")  # then SGLang spreads experts over all of its ranks
+    together = values["moe_a2a_backend"] not in (None, "none")  # then SGLang spreads experts over all ranks
     flags = expert_arguments(experts, int(values["tp_size"] if together else values["ep_size"]))
     for dest in _named(parser, flags):
         if dest in named:
-            raise ConfigError(f"{named[dest]}: this is set twice, by --experts-... as well; drop one of them")
+            raise ConfigError(f"{named[dest]}: it is also set by an --experts-* option; drop one of them")
     return flags
 
 

@@ -1,4 +1,4 @@
-"""The first request of a prefill engine: it compiles and allocates, and nobody should wait for that."""
+"""The first request of a prefill engine, before it serves: it compiles and allocates."""
 
 import asyncio
 
@@ -12,18 +12,18 @@ from baton.protocol.requests import Sampling, StopConditions
 PROMPT = (10, 11, 12, 13)
 
 
-async def warm_up(requests: Requests, ranks: int, vocabulary: int) -> None:
-    """Compute a short prompt on every rank. Raises EngineDead: an engine that cannot do that is of no use."""
-    prompt = tuple(token % vocabulary for token in PROMPT)
+async def warm_up(requests: Requests, ranks: int, vocab_size: int) -> None:
+    """Compute a short prompt on every rank. Raises EngineDead if that fails."""
+    prompt = tuple(token % vocab_size for token in PROMPT)
     try:
         async with asyncio.TaskGroup() as group:
             for rank in range(ranks):
-                group.create_task(_try(requests, prompt, rank if ranks > 1 else None))
+                group.create_task(_run_prompt(requests, prompt, rank if ranks > 1 else None))
     except ExceptionGroup as errors:
         raise EngineDead(f"the first request failed: {errors.exceptions[0]}") from errors
 
 
-async def _try(requests: Requests, prompt: tuple[int, ...], rank: int | None) -> None:
+async def _run_prompt(requests: Requests, prompt: tuple[int, ...], rank: int | None) -> None:
     work = Work(
         request_id=new_request_id("warm-up"),
         token_ids=prompt,

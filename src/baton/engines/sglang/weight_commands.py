@@ -1,12 +1,12 @@
-"""New weights for a running SGLang, from wherever they come."""
+"""New weights for a running SGLang: from disk, tensors, shared memory, a process group or CUDA IPC handles."""
 
 import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from baton.engines.sglang.foreign import Manager
-from baton.engines.sglang.pause import Holding
+from baton.engines.sglang.pause import PauseCommands
+from baton.engines.sglang.sglang_types import Manager
 from baton.engines.sglang.weights import Shapes, check_directory, check_specs, shapes_in, tensors_of
 from baton.errors import EngineFailed, InvalidRequest
 from baton.protocol.commands import (
@@ -27,11 +27,11 @@ Answer = tuple[bool, str]
 
 
 class WeightCommands:
-    """Replaces weights between two steps; what does not fit the model is refused before the first is replaced."""
+    """Replaces weights between two steps. Weights that do not fit the model are refused before any is replaced."""
 
-    def __init__(self, manager: Manager, holding: Holding, model_dir: Path, tp_size: int, device: str) -> None:
+    def __init__(self, manager: Manager, pause: PauseCommands, model_dir: Path, tp_size: int, device: str) -> None:
         self._manager = manager
-        self._holding = holding
+        self._pause = pause
         self._model_dir = model_dir
         self._tp_size = tp_size
         self._backend = "gloo" if device == "cpu" else "nccl"
@@ -51,11 +51,9 @@ class WeightCommands:
                 return await self._leave(command.group)
 
     async def _update(self, command: UpdateWeights) -> Outcome:
-        if "weights" in self._holding.released:
-            raise InvalidRequest("the weights are released; resume them before an update")
         await asyncio.to_thread(self._check, command.source)
-        async with self._holding.between_steps():
-            success, message = await self._put(command.source, command.version)
+        async with self._pause.between_steps():
+            success, message = await self._send(command.source, command.version)
         if not success:
             raise InvalidRequest(message)
         return Outcome(message=message, weight_version=command.version)
@@ -72,24 +70,24 @@ class WeightCommands:
             case FromTensors() | FromSharedMemory() | FromGroup():
                 check_specs(source.tensors, self._shapes)
             case FromIpc():
-                pass  # only who opens the handles knows
+                pass  # shapes are known only after the handles are opened
 
-    async def _put(self, source: WeightSource, version: str) -> Answer:
-        from sglang.srt.managers import io_struct as words
+    async def _send(self, source: WeightSource, version: str) -> Answer:
+        from sglang.srt.managers import io_struct
 
         manager = self._manager
         match source:
             case FromDisk():
-                disk = words.UpdateWeightFromDiskReqInput(model_path=_expanded(source.path), weight_version=version)
+                disk = io_struct.UpdateWeightFromDiskReqInput(model_path=_expanded(source.path), weight_version=version)
                 success, message, *_ = await manager.update_weights_from_disk(disk, None)
                 return success, message
             case FromIpc():
-                ipc = words.UpdateWeightsFromIPCReqInput(zmq_handles=dict(source.handles), weight_version=version)
+                ipc = io_struct.UpdateWeightsFromIPCReqInput(zmq_handles=dict(source.handles), weight_version=version)
                 success, message = await manager.update_weights_from_ipc(ipc, None)
                 manager.initial_weights_loaded |= success
                 return success, message
             case FromGroup():
-                group = words.UpdateWeightsFromDistributedReqInput(
+                group = io_struct.UpdateWeightsFromDistributedReqInput(
                     names=[spec.name for spec in source.tensors],
                     dtypes=[spec.dtype for spec in source.tensors],
                     shapes=[list(spec.shape) for spec in source.tensors],
@@ -99,13 +97,13 @@ class WeightCommands:
                 return await self._in_session(manager.update_weights_from_distributed(group, None), source.timeout_s)
             case FromTensors() | FromSharedMemory():
                 payload = await asyncio.to_thread(self._serialized, source)
-                tensors = words.UpdateWeightsFromTensorReqInput(
+                tensors = io_struct.UpdateWeightsFromTensorReqInput(
                     serialized_named_tensors=payload, weight_version=version
                 )
                 return await self._in_session(manager.update_weights_from_tensor(tensors, None))
 
     async def _in_session(self, put: Coroutine[Any, Any, Answer], timeout_s: float | None = None) -> Answer:
-        """Put weights in place between SGLang's opening and closing words."""
+        """Run `put` inside one of SGLang's weight-update sessions."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
         begun, message = await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None)
@@ -128,7 +126,7 @@ class WeightCommands:
     async def _set_version(self, version: str) -> Outcome:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-        # SGLang would end every request for it, unless it is told not to.
+        # By default SGLang aborts every request for it.
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         await self._manager.update_weight_version(request)
         return Outcome(message=f"the weights are {version}", weight_version=version)

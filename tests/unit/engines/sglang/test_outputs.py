@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engines.sglang.outputs import Choice, News
+from baton.engines.sglang.outputs import Choice, ChoiceUpdate
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, Overloaded, PeerLost
 from baton.ports.engine import Work
 from baton.protocol.handoff import Bootstrap, Consume, Handoff
@@ -24,7 +24,7 @@ def chunk(ids: list[int], finish: dict[str, Any] | None = None, **meta: object) 
     return {"output_ids": ids, "meta_info": {"id": "rid", "finish_reason": finish, **meta}}
 
 
-def read_all(chunks: list[dict[str, Any]], incremental: bool, **changes: object) -> list[News]:
+def read_all(chunks: list[dict[str, Any]], incremental: bool, **changes: object) -> list[ChoiceUpdate]:
     choice = Choice(make_work(**changes), 0, incremental)
     return [choice.read(one) for one in chunks]
 
@@ -49,16 +49,16 @@ def test_d01_delta_and_cumulative_streams_read_the_same(parts: list[list[int]], 
         wholes.append(chunk(so_far, end, **scores(so_far)))
     by_delta, by_whole = read_all(deltas, True, output=output), read_all(wholes, False, output=output)
     assert by_delta == by_whole
-    assert [token for news in by_delta for token in news.token_ids] == so_far
+    assert [token for update in by_delta for token in update.token_ids] == so_far
     if scored:
-        told = [score for news in by_delta if news.logprobs for score in news.logprobs.chosen]
-        assert told == [-0.5 * token for token in so_far]
+        scored = [score for update in by_delta if update.logprobs for score in update.logprobs.chosen]
+        assert scored == [-0.5 * token for token in so_far]
 
 
 def test_log_probabilities_are_aligned_and_ranked() -> None:
-    news = Choice(make_work(output=OutputOptions(logprobs=1)), 0, True).read(chunk([4, 6], None, **scores([4, 6])))
+    update = Choice(make_work(output=OutputOptions(logprobs=1)), 0, True).read(chunk([4, 6], None, **scores([4, 6])))
     top = ((TopLogprob(1, 4, -0.1),), (TopLogprob(1, 6, -0.1),))
-    assert news.logprobs == Logprobs((-2.0, -3.0), top), "one alternative was asked for, though two are there"
+    assert update.logprobs == Logprobs((-2.0, -3.0), top), "one alternative was asked for, though two are there"
     bare = Choice(make_work(output=OutputOptions(logprobs=0)), 0, True).read(chunk([4], None, **scores([4])))
     assert bare.logprobs == Logprobs((-2.0,))
 
@@ -83,7 +83,7 @@ def test_prompt_log_probabilities_begin_with_the_second_token() -> None:
 
 def test_d03_a_chunk_without_tokens_or_counts_is_a_sign_of_life() -> None:
     for idle in (chunk([]), {"output_ids": []}, {"meta_info": {}}, {}):
-        assert Choice(make_work(), 0, True).read(idle) == News([])
+        assert Choice(make_work(), 0, True).read(idle) == ChoiceUpdate([])
     end = Choice(make_work(), 0, True).read(chunk([5], {"type": "length", "length": 1})).end
     assert end == Finished(FinishReason.LENGTH, 0), "no counts, no error"
 
@@ -127,22 +127,22 @@ def test_d02_an_early_end_is_an_error_by_its_status(
     status: int | None, handoff: Handoff | None, error: type[BatonError]
 ) -> None:
     finish = {"type": "abort", "message": "too bad", "status_code": status, "err_type": None}
-    news = Choice(make_work(handoff=handoff), 0, True).read(chunk([5], finish))
-    assert news.token_ids == [], "SGLang repeats the last token there"
-    assert type(news.end) is error
-    assert "too bad" in str(news.end)
+    update = Choice(make_work(handoff=handoff), 0, True).read(chunk([5], finish))
+    assert update.token_ids == [], "SGLang repeats the last token there"
+    assert type(update.end) is error
+    assert "too bad" in str(update.end)
 
 
 def test_d02_a_failure_after_the_first_token_is_not_the_peers() -> None:
     choice = Choice(make_work(handoff=CONSUME), 0, True)
     choice.read(chunk([5]))
-    news = choice.read(chunk([], {"type": "abort", "message": "grammar", "status_code": 500}))
-    assert type(news.end) is EngineFailed
+    update = choice.read(chunk([], {"type": "abort", "message": "grammar", "status_code": 500}))
+    assert type(update.end) is EngineFailed
 
 
 def test_a_stop_token_ends_an_answer_that_ignores_the_models_end() -> None:
     stop = StopConditions(stop_token_ids=(9,), ignore_eos=True, min_tokens=3)
     choice = Choice(make_work(stop=stop), 0, True)
-    assert choice.read(chunk([9, 1])) == News([9, 1]), "it comes too early"
-    news = choice.read(chunk([4, 9, 5]))
-    assert news == News([4, 9], None, Finished(FinishReason.STOP, 0, 9), cut=True)
+    assert choice.read(chunk([9, 1])) == ChoiceUpdate([9, 1]), "it comes too early"
+    update = choice.read(chunk([4, 9, 5]))
+    assert update == ChoiceUpdate([4, 9], None, Finished(FinishReason.STOP, 0, 9), cut=True)

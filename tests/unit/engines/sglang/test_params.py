@@ -6,14 +6,15 @@ import re
 import pytest
 
 from baton.engines.sglang.compat import SUPPORTED, Dialect, probe
-from baton.engines.sglang.params import NOBODY, ROOM_ZERO, Setting, escape, request_fields, sampling_params
+from baton.engines.sglang.params import FAKE_HOST, ROOM_ZERO, Setting, escape, request_fields, sampling_params
 from baton.errors import InvalidRequest, Unsupported
 from baton.ports.engine import Work
 from baton.protocol.handoff import Bootstrap, Consume, Handoff, LocalProbe, PrefillResult, Produce
 from baton.protocol.ids import RequestId
 from baton.protocol.requests import GuidedDecoding, OutputOptions, Sampling, StopConditions
 
-WHOLE = Setting(dialect=Dialect(version="0.5.23"), part="whole")
+PLAIN = Setting(dialect=Dialect(version="0.5.23"))
+DISAGGREGATED = Setting(dialect=PLAIN.dialect, needs_bootstrap=True)
 PLACE = Bootstrap(host="10.0.0.1", port=8998, room=77)
 
 
@@ -22,7 +23,7 @@ def make_work(**changes: object) -> Work:
     return Work(**(asked | changes))  # type: ignore[arg-type]
 
 
-def params(setting: Setting = WHOLE, index: int = 0, **changes: object) -> dict[str, object]:
+def params(setting: Setting = PLAIN, index: int = 0, **changes: object) -> dict[str, object]:
     return sampling_params(make_work(**changes), index, setting)
 
 
@@ -41,7 +42,7 @@ def test_zero_is_a_value() -> None:
 
 
 def test_what_is_left_open_is_the_models_own() -> None:
-    setting = Setting(dialect=WHOLE.dialect, part="whole", defaults={"temperature": 0.6, "top_k": 20})
+    setting = Setting(dialect=PLAIN.dialect, defaults={"temperature": 0.6, "top_k": 20})
     said = params(setting, sampling=Sampling(temperature=0.0))
     assert (said["temperature"], said["top_k"]) == (0.0, 20)
 
@@ -88,7 +89,7 @@ def test_d06_guidance_that_would_be_ignored_is_refused(guide: GuidedDecoding, pr
 
 
 def test_d35_without_a_tokenizer_nothing_that_needs_one_is_taken() -> None:
-    bare = Setting(dialect=WHOLE.dialect, part="whole", guided=False)
+    bare = Setting(dialect=PLAIN.dialect, guided=False)
     with pytest.raises(Unsupported, match="guided"):
         params(bare, sampling=Sampling(guided_decoding=GuidedDecoding(regex="a")))
     with pytest.raises(Unsupported, match="min_tokens"):
@@ -101,7 +102,7 @@ def test_an_escaped_text_means_itself(text: str) -> None:
 
 
 def test_choices_of_one_seed_differ_and_a_seed_without_effect_is_refused() -> None:
-    following = Setting(dialect=WHOLE.dialect, part="whole", seeds=True)
+    following = Setting(dialect=PLAIN.dialect, seeds=True)
     seeds = [params(following, index, sampling=Sampling(seed=7))["sampling_seed"] for index in range(3)]
     assert seeds == [7, 8, 9]
     assert params(following, 1, sampling=Sampling(seed=2**63 - 1))["sampling_seed"] == -(2**63)
@@ -112,7 +113,7 @@ def test_choices_of_one_seed_differ_and_a_seed_without_effect_is_refused() -> No
 
 def test_log_probabilities_of_answer_and_prompt_are_asked_for() -> None:
     def asked(**output: int) -> tuple[object, ...]:
-        fields = request_fields(make_work(output=OutputOptions(**output)), "rid", 0, WHOLE)
+        fields = request_fields(make_work(output=OutputOptions(**output)), "rid", 0, PLAIN)
         return fields["return_logprob"], fields["top_logprobs_num"], fields["logprob_start_len"]
 
     assert asked() == (False, 0, -1)
@@ -125,7 +126,7 @@ def test_everything_else_of_a_request_arrives() -> None:
     work = make_work(
         priority=3, dp_rank=1, lora_name="fine", cache_salt="tenant", trace_headers={"traceparent": "00-a-b-01"}
     )
-    fields = request_fields(work, "rid", 0, WHOLE)
+    fields = request_fields(work, "rid", 0, PLAIN)
     assert fields["rid"] == "rid"
     assert fields["stream"] is True
     assert fields["input_ids"] == [1, 2]
@@ -136,68 +137,62 @@ def test_everything_else_of_a_request_arrives() -> None:
 def test_older_words_are_used_where_a_version_has_them() -> None:
     old = probe("0.5.21", frozenset({"stream_output"}), frozenset({"data_parallel_rank", "extra_key"}))
     assert old.stream_flag == "--stream-output"
-    fields = request_fields(make_work(dp_rank=1, cache_salt="t"), "rid", 0, Setting(dialect=old, part="whole"))
+    fields = request_fields(make_work(dp_rank=1, cache_salt="t"), "rid", 0, Setting(dialect=old))
     assert (fields["data_parallel_rank"], fields["extra_key"]) == (1, "t")
     new = probe(SUPPORTED[-1], frozenset({"incremental_streaming_output"}), frozenset({"routed_dp_rank", "cache_salt"}))
     assert new == Dialect(version=SUPPORTED[-1])
 
 
 @pytest.mark.parametrize(
-    ("part", "handoff"),
+    "handoff",
     [
-        ("prefill", Produce(bootstrap=PLACE)),
-        ("decode", Consume(source=PLACE)),
-        (
-            "decode",
-            Consume(
-                source=PrefillResult(
-                    disaggregated_params={"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 77}
-                )
-            ),
+        Produce(bootstrap=PLACE),
+        Consume(source=PLACE),
+        Consume(
+            source=PrefillResult(
+                disaggregated_params={"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 77}
+            )
         ),
     ],
 )
-def test_both_sides_meet_at_the_same_place(part: str, handoff: Handoff) -> None:
-    fields = request_fields(make_work(handoff=handoff), "rid", 0, Setting(dialect=WHOLE.dialect, part=part))
+def test_producer_and_consumer_use_the_same_bootstrap_address(handoff: Handoff) -> None:
+    fields = request_fields(make_work(handoff=handoff), "rid", 0, DISAGGREGATED)
     assert (fields["bootstrap_host"], fields["bootstrap_port"], fields["bootstrap_room"]) == ("10.0.0.1", 8998, 77)
 
 
 def test_room_zero_is_another_room_of_the_same_rank() -> None:
     zero = Bootstrap(host="h", port=1, room=0)
     rooms = {
-        request_fields(make_work(handoff=handoff), "rid", 0, Setting(dialect=WHOLE.dialect, part=part))[
-            "bootstrap_room"
-        ]
-        for part, handoff in (("prefill", Produce(bootstrap=zero)), ("decode", Consume(source=zero)))
+        request_fields(make_work(handoff=handoff), "rid", 0, DISAGGREGATED)["bootstrap_room"]
+        for handoff in (Produce(bootstrap=zero), Consume(source=zero))
     }
     assert rooms == {ROOM_ZERO}
     assert 0 < ROOM_ZERO < 2**63
     assert all(ROOM_ZERO % size == 0 for size in range(1, 37))
 
 
-def test_d17_a_trial_meets_nobody_and_every_trial_has_a_room_of_its_own() -> None:
-    for part in ("prefill", "decode"):
-        setting = Setting(dialect=WHOLE.dialect, part=part)
-        trials = [request_fields(make_work(handoff=LocalProbe()), "rid", 0, setting) for _ in range(20)]
-        assert {fields["bootstrap_host"] for fields in trials} == {NOBODY}
-        assert len({fields["bootstrap_room"] for fields in trials}) == 20
-    assert "bootstrap_host" not in request_fields(make_work(handoff=LocalProbe()), "rid", 0, WHOLE)
+def test_d17_a_probe_uses_the_fake_host_and_a_room_of_its_own() -> None:
+    probes = [request_fields(make_work(handoff=LocalProbe()), "rid", 0, DISAGGREGATED) for _ in range(20)]
+    assert {fields["bootstrap_host"] for fields in probes} == {FAKE_HOST}
+    assert len({fields["bootstrap_room"] for fields in probes}) == 20
+    assert "bootstrap_host" not in request_fields(make_work(handoff=LocalProbe()), "rid", 0, PLAIN)
 
 
 @pytest.mark.parametrize(
-    ("part", "handoff", "problem"),
+    ("setting", "handoff", "problem"),
     [
-        ("whole", Produce(bootstrap=PLACE), Unsupported),
-        ("whole", Consume(source=PLACE), Unsupported),
-        ("prefill", None, InvalidRequest),
-        ("prefill", Produce(), InvalidRequest),
-        ("decode", None, Unsupported),
-        ("decode", Consume(source=PrefillResult(disaggregated_params={})), InvalidRequest),
+        (PLAIN, Produce(bootstrap=PLACE), Unsupported),
+        (PLAIN, Consume(source=PLACE), Unsupported),
+        (DISAGGREGATED, None, InvalidRequest),
+        (DISAGGREGATED, Produce(), InvalidRequest),
+        (DISAGGREGATED, Consume(source=PrefillResult(disaggregated_params={})), InvalidRequest),
     ],
 )
-def test_work_of_another_part_is_refused(part: str, handoff: Handoff | None, problem: type[Exception]) -> None:
+def test_a_handoff_that_does_not_fit_the_disaggregation_mode_is_refused(
+    setting: Setting, handoff: Handoff | None, problem: type[Exception]
+) -> None:
     with pytest.raises(problem):
-        request_fields(make_work(handoff=handoff), "rid", 0, Setting(dialect=WHOLE.dialect, part=part))
+        request_fields(make_work(handoff=handoff), "rid", 0, setting)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +200,7 @@ def test_work_of_another_part_is_refused(part: str, handoff: Handoff | None, pro
     [Sampling(temperature=0.5), Sampling(top_p=0.9), Sampling(top_k=3), Sampling(repetition_penalty=1.2)],
 )
 def test_a_diffusion_model_refuses_what_has_no_effect_on_it(sampling: Sampling) -> None:
-    diffusion = Setting(dialect=WHOLE.dialect, part="whole", diffusion=True)
+    diffusion = Setting(dialect=PLAIN.dialect, diffusion=True)
     with pytest.raises(Unsupported, match="no effect"):
         params(diffusion, sampling=sampling)
     assert params(diffusion, sampling=Sampling(temperature=0.0, top_p=1.0, top_k=-1))

@@ -49,19 +49,19 @@ def test_d18_load_is_in_blocks() -> None:
     assert load_of(snapshot, 1) == LoadSnapshot(3, 4, 33, 8192, 2)
 
 
-def test_blocks_are_told_with_their_parents_and_whose_they_are() -> None:
+def test_blocks_are_published_with_parent_rank_and_salt() -> None:
     rank = RankEvents(1, PAGE)
     events = rank.read(0, batch(stored([10, 20]), stored([30], 20, cache_salt="t", lora_name="l")))
     assert events == [
         KvStored((10, 20), (10, 11, 12, 13, 20, 21, 22, 23), PAGE, None, 1),
         KvStored((30,), (30, 31, 32, 33), PAGE, 20, 1, "l", "t"),
     ]
-    assert rank.read(1, batch(removed([30, 99]))) == [KvRemoved((30,), 1)], "what was not told is not taken back"
+    assert rank.read(1, batch(removed([30, 99]))) == [KvRemoved((30,), 1)], "an unpublished block is not removed"
     assert rank.read(2, batch({"type": "AllBlocksCleared"})) == [KvCleared(1)]
     assert rank.read(3, batch({"type": "AllBlocksCleared"})) == [], "there is nothing left to clear"
 
 
-def test_a_gap_takes_everything_back_and_orphans_are_not_told() -> None:
+def test_a_gap_clears_everything_and_orphans_are_not_published() -> None:
     rank = RankEvents(0, PAGE)
     rank.read(0, batch(stored([10, 20])))
     events = rank.read(2, batch(stored([40], 30), stored([50]), stored([60], 50)))
@@ -102,7 +102,7 @@ def test_pairs_of_speculative_decoding_are_read_as_tokens() -> None:
     assert event.token_ids == (1, 2, 3, 4)
 
 
-def test_a_block_that_is_not_full_is_not_told() -> None:
+def test_a_block_that_is_not_full_is_not_published() -> None:
     partial = stored([10]) | {"token_ids": [1, 2], "block_size": 2}
     assert RankEvents(0, PAGE).read(0, batch(partial)) == []
 

@@ -68,7 +68,7 @@ def make_work(name: str, **changes: Any) -> Work:
 
 def make() -> tuple[FrontHalf, Requests]:
     front = FrontHalf()
-    setting = Setting(dialect=Dialect(version="0.5.23"), part="whole")
+    setting = Setting(dialect=Dialect(version="0.5.23"))
     return front, Requests(front, lambda **fields: SimpleNamespace(**fields), setting)  # type: ignore[arg-type]
 
 
@@ -230,7 +230,7 @@ def test_an_answer_that_stops_by_our_own_eyes_is_ended_inside() -> None:
     run_bounded(body())
 
 
-def test_every_stream_is_told_of_the_death_once() -> None:
+def test_every_stream_fails_once_when_the_engine_dies() -> None:
     async def body() -> None:
         front, requests = make()
         streams: list[OutputStream] = [requests.submit(make_work(name)) for name in "abc"]

@@ -1,0 +1,161 @@
+"""Admission: requests are checked here, once, against the limits and capabilities of the engine, for every role.
+
+What passes can be submitted: engines do not repeat these checks. Knows no engine.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from baton.errors import ContextTooLong, InvalidRequest, Unsupported
+from baton.ports.engine import Capabilities, EngineInfo, Work
+from baton.protocol.handoff import Handoff
+from baton.protocol.ids import RequestId
+from baton.protocol.requests import GenerateRequest
+
+MAX_TOKEN_DIGITS = 10
+
+
+def admit(
+    request: GenerateRequest,
+    request_id: RequestId,
+    info: EngineInfo,
+    can: Capabilities,
+    trace_headers: Mapping[str, str],
+    handoff: Handoff | None = None,
+) -> Work:
+    """Return the work for `request`, without its media. Raises InvalidRequest, ContextTooLong or Unsupported."""
+    for problem in _unsupported(request, can):
+        raise Unsupported(problem)
+    _check_prompt(request.token_ids, info, "token_ids", info.context_length - 1)
+    max_tokens = _max_tokens(request, info.context_length)
+    _check_logit_bias(request.sampling.logit_bias or {}, info.vocab_size)
+    routing = request.routing
+    return Work(
+        request_id=request_id,
+        token_ids=request.token_ids,
+        max_tokens=max_tokens,
+        stop=request.stop,
+        sampling=request.sampling,
+        output=request.output,
+        eos_token_ids=request.eos_token_ids or info.eos_token_ids,
+        handoff=handoff,
+        priority=(routing.priority or 0) if routing else 0,
+        dp_rank=routing.dp_rank if routing else None,
+        lora_name=routing.lora_name if routing else None,
+        cache_salt=routing.cache_namespace if routing else None,
+        trace_headers=trace_headers,
+    )
+
+
+def admit_encode(request: GenerateRequest, info: EngineInfo, can: Capabilities) -> None:
+    """Check a request to encode the media of a prompt. Raises InvalidRequest or Unsupported.
+
+    The length of the prompt is not checked: only the worker that computes it knows how much fits.
+    """
+    _check_prompt(request.token_ids, info, "token_ids")
+    if not any((request.media or {}).values()):
+        raise InvalidRequest("multi_modal_data: there is nothing to encode")
+    for problem in _unsupported_media(request, can):
+        raise Unsupported(problem)
+
+
+def admit_embed(inputs: Sequence[Sequence[int]], info: EngineInfo, first: int = 0) -> None:
+    """Check inputs to embed; `first` is the index of the first of them in the request. Raises InvalidRequest."""
+    for index, tokens in enumerate(inputs, first):
+        _check_prompt(tokens, info, f"input[{index}]", info.context_length)
+
+
+def _check_prompt(tokens: Sequence[int], info: EngineInfo, field: str, max_length: int | None = None) -> None:
+    if not tokens:
+        raise InvalidRequest(f"{field}: the prompt is empty")
+    if max_length is not None and len(tokens) > max_length:
+        raise ContextTooLong(
+            f"{field}: the prompt has {len(tokens)} tokens; the context of this model is {info.context_length}"
+        )
+    for token in (min(tokens), max(tokens)):
+        if not _in_vocabulary(token, info.vocab_size):
+            raise InvalidRequest(f"{field}[{tokens.index(token)}]: {_no_such_token(token, info.vocab_size)}")
+
+
+def _in_vocabulary(token: int, vocab_size: int | None) -> bool:
+    return token >= 0 and (vocab_size is None or token < vocab_size)
+
+
+def _no_such_token(token: int | str, vocab_size: int | None) -> str:
+    size = "" if vocab_size is None else f"; it has {vocab_size}"
+    return f"{token} is not a token of this model{size}"
+
+
+def _check_logit_bias(bias: Mapping[str, float], vocab_size: int | None) -> None:
+    for key in bias:
+        is_number = key.isascii() and key.isdigit() and len(key) <= MAX_TOKEN_DIGITS
+        if not is_number or not _in_vocabulary(int(key), vocab_size):
+            raise InvalidRequest(f"logit_bias: {_no_such_token(repr(key[:32]), vocab_size)}")
+
+
+def _max_tokens(request: GenerateRequest, context_length: int) -> int:
+    """Return the limit of output tokens: the requested one, or the rest of the context."""
+    prompt, requested = len(request.token_ids), request.stop.max_tokens
+    rest = context_length - prompt
+    if requested is not None and requested > rest:
+        raise ContextTooLong(
+            f"max_tokens: {requested} tokens after a prompt of {prompt} exceed the context of {context_length}"
+        )
+    limit = rest if requested is None else requested
+    if (request.stop.min_tokens or 0) > limit:
+        raise InvalidRequest(f"min_tokens: {request.stop.min_tokens} is more than the {limit} tokens allowed")
+    return limit
+
+
+def _unsupported(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+    yield from _unsupported_sampling(request, can)
+    yield from _unsupported_output(request, can)
+    yield from _unsupported_routing(request, can)
+    if request.encoder_result is None:
+        yield from _unsupported_media(request, can)
+
+
+def _unsupported_sampling(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+    sampling = request.sampling
+    if request.choices > can.max_choices:
+        yield f"n: this engine generates at most {can.max_choices} choices, not {request.choices}"
+    if sampling.best_of not in (None, 1, request.choices):
+        yield "best_of: this engine does not rank candidates"
+    if sampling.use_beam_search:
+        yield "use_beam_search: this engine has no beam search"
+    if sampling.logit_bias and not can.logit_bias:
+        yield "logit_bias: this engine has no logit bias"
+    for kind in sampling.guided_decoding.kinds() if sampling.guided_decoding else ():
+        if kind not in can.guided:
+            yield f"guided_decoding.{kind}: this engine cannot guide its output by {kind}"
+
+
+def _unsupported_output(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+    output = request.output
+    if output.logprobs is not None and can.max_logprobs is None:
+        yield "logprobs: this engine does not return log-probabilities"
+    elif output.logprobs is not None and output.logprobs > (can.max_logprobs or 0):
+        yield f"logprobs: this engine returns at most {can.max_logprobs} alternatives, not {output.logprobs}"
+    if output.prompt_logprobs is not None and not can.prompt_logprobs:
+        yield "prompt_logprobs: this engine does not return log-probabilities of the prompt"
+
+
+def _unsupported_routing(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+    routing = request.routing
+    if routing is None:
+        return
+    if routing.lora_name and not can.lora:
+        yield "lora_name: this engine has no LoRA adapters"
+    if (routing.dp_rank or 0) >= can.dp_size:
+        yield f"dp_rank: this engine has {can.dp_size} ranks, and no rank {routing.dp_rank}"
+
+
+def _unsupported_media(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+    for kind in request.media or ():
+        if kind.removesuffix("_url") in can.modalities:
+            continue
+        if can.media_handles:
+            yield (
+                f"multi_modal_data.{kind}: this engine reads media from encode workers, and none has encoded these:"
+                " there is no encode worker, or encoding failed"
+            )
+        yield f"multi_modal_data.{kind}: this engine takes {', '.join(sorted(can.modalities))} only"

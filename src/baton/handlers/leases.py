@@ -1,0 +1,44 @@
+"""Leases on what an engine holds for other workers: failing them, and freeing the engine when they end."""
+
+import asyncio
+import logging
+
+from baton.errors import BatonError, PeerLost
+from baton.handlers.media import LoadedMedia
+from baton.handlers.relay import abort
+from baton.ports.engine import AbortableEngine
+from baton.ports.transfer import Lease
+from baton.protocol.ids import RequestId
+
+log = logging.getLogger(__name__)
+
+
+def fail_lease(lease: Lease | None, error: BaseException) -> None:
+    """End `lease`, if there is one, with `error`: the worker that claims it gets the reason."""
+    if lease is not None:
+        lease.fail(error if isinstance(error, BatonError) else PeerLost("the request was ended"))
+
+
+class LeaseReaper:
+    """Aborts the work of one engine when its lease ends, so that the engine frees what it holds for it."""
+
+    def __init__(self, engine: AbortableEngine, abort_timeout_s: float) -> None:
+        self._engine = engine
+        self._abort_timeout_s = abort_timeout_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def watch(self, request_id: RequestId, lease: Lease, media: LoadedMedia) -> None:
+        """Return at once; when `lease` ends, abort the work and close the media that it was computed from."""
+        task = asyncio.create_task(self._reap(request_id, lease, media))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reap(self, request_id: RequestId, lease: Lease, media: LoadedMedia) -> None:
+        async with media:
+            try:
+                await lease.ended()
+                media.used()
+            except BatonError as error:
+                log.info("%s the handoff ended: %s", request_id, error.message)
+            finally:
+                await abort(self._engine, request_id, self._abort_timeout_s)

@@ -1,0 +1,130 @@
+"""The processes that `baton serve` starts beside its frontend: their names, roles, ports and shares of the cores."""
+
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from baton.config.load import options, override, to_environment
+from baton.config.settings import MAX_PORT, Settings
+from baton.errors import ConfigError
+from baton.router.topology_file import WorkerGroup, read_topology
+
+
+class ProcessSpec(NamedTuple):
+    """One process to start: its name, its own settings as environment variables, and its `baton` command."""
+
+    name: str
+    variables: dict[str, str]
+    command: str = "worker"
+
+
+def build_process_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
+    """Return the processes to start on a machine with `cores`. Raises ConfigError for settings that conflict."""
+    specs = _pool_specs(settings, cores) if settings.topology else _worker_specs(settings, cores)
+    if settings.system_port + len(specs) - 1 > MAX_PORT:
+        raise ConfigError(
+            f"--system-port {settings.system_port} is too high for {len(specs)} processes: the last port is {MAX_PORT}"
+        )
+    return [
+        spec._replace(variables={**spec.variables, **_system_port(settings, number)})
+        for number, spec in enumerate(specs)
+    ]
+
+
+def _worker_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
+    names = _generating(settings) + [("encode", number) for number in range(settings.encode)]
+    threads = _torch_threads(settings, cores, len(names))
+    return [ProcessSpec(f"{role}-{number}", {**_role_variables(role, settings), **threads}) for role, number in names]
+
+
+def _pool_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
+    """Return the router, and the workers of every pool that the topology file starts workers for."""
+    groups = _worker_groups(settings)
+    threads = _torch_threads(settings, cores, sum(group.count for group in groups))
+    specs = [ProcessSpec("router", {}, "router run")]
+    for group in groups:
+        source = f"the workers of {group.role} pool {group.pool} in {settings.topology}"
+        pooled = override(settings, {**group.settings, "namespace": group.namespace, "role": group.role}, source)
+        variables = {**to_environment(pooled), **({} if pooled.torch.threads else threads)}
+        # A prefill and a decode pool may have the same name.
+        prefix = group.pool if group.role == "aggregated" else f"{group.role}-{group.pool}"
+        specs += [ProcessSpec(f"{prefix}-{number}", variables) for number in range(group.count)]
+    return specs
+
+
+def _worker_groups(settings: Settings) -> tuple[WorkerGroup, ...]:
+    groups = read_topology(Path(settings.topology), settings.namespace).groups
+    if not groups:
+        raise ConfigError(
+            f"no pool in {settings.topology} has workers to start: give one `workers: {{count: 1}}`,"
+            f" or start the router alone with `baton router run --topology {settings.topology}`"
+        )
+    return groups
+
+
+def describe_workers(settings: Settings) -> str:
+    """Return a summary for the terminal: "2 workers", "1 prefill and 2 decode workers"."""
+    if settings.topology:
+        groups = _worker_groups(settings)
+        return f"{_count(sum(group.count for group in groups), 'worker')} in {len(groups)} pools behind a router"
+    encoders = f" and {_count(settings.encode, 'encode worker')}" if settings.encode else ""
+    if settings.prefill:
+        return f"{settings.prefill} prefill and {settings.decode} decode workers{encoders}"
+    return _count(settings.workers, "worker") + encoders
+
+
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def add_worker_command(settings: Settings) -> str:
+    """Return the command that adds a worker to a running `baton serve` with these settings."""
+    flags = {
+        "--role": "decode" if settings.prefill else "auto",
+        "--engine": settings.engine,
+        "--model": settings.model,
+        "--name": settings.name,
+        "--namespace": settings.namespace,
+        "--runtime-discovery": settings.runtime.discovery,
+        "--runtime-directory": settings.runtime.directory,
+    }
+    defaults = {option.flag: option.default for option in options()}
+    args = [f"{flag} {shlex.quote(value)}" for flag, value in flags.items() if value != defaults[flag]]
+    engine_args = ["--", shlex.join(settings.engine_args)] if settings.engine_args else []
+    return " ".join(["baton worker", *args, *engine_args])
+
+
+def _generating(settings: Settings) -> list[tuple[str, int]]:
+    """Return role and number of every worker that is not an encode worker."""
+    if not settings.prefill:
+        if settings.role in ("prefill", "decode", "encode"):
+            flags = "--encode" if settings.role == "encode" else "--prefill and --decode"
+            raise ConfigError(
+                f"workers with --role {settings.role} cannot serve requests alone: give {flags} instead,"
+                f" or add a worker to a running `baton serve` with `baton worker --role {settings.role}`"
+            )
+        return [("worker", number) for number in range(settings.workers)]
+    if settings.role != "auto":
+        raise ConfigError(f"--prefill and --decode set the roles of the workers: drop --role {settings.role}")
+    return [("prefill", number) for number in range(settings.prefill)] + [
+        ("decode", number) for number in range(settings.decode)
+    ]
+
+
+def _role_variables(role: str, settings: Settings) -> dict[str, str]:
+    variables = {} if role == "worker" else {"BATON_ROLE": role}
+    if settings.encode:
+        variables["BATON_MEDIA_ENCODERS"] = str(role != "encode").lower()
+    return variables
+
+
+def _system_port(settings: Settings, number: int) -> dict[str, str]:
+    base = settings.system_port
+    return {"BATON_SYSTEM_PORT": str(base + number)} if base else {}
+
+
+def _torch_threads(settings: Settings, cores: int, workers: int) -> dict[str, str]:
+    """Divide the cores among the workers: more threads than cores slow each other down."""
+    if settings.torch.threads or workers == 1:
+        return {}
+    return {"BATON_TORCH_THREADS": str(max(1, cores // workers))}
