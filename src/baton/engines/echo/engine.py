@@ -24,6 +24,7 @@ from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import FinishReason, Logprobs, TopLogprob
+from baton.protocol.requests import StopConditions
 
 MODEL_DIR = Path(__file__).parent / "model"
 LOAD_INTERVAL_S = 0.25
@@ -44,17 +45,21 @@ def _ending(work: Work, index: int) -> _Ending:
     prompt, size, minimum = work.token_ids, len(work.token_ids), work.stop.min_tokens or 0
     repeats = work.stop.max_tokens is not None or work.stop.ignore_eos
     limit = work.max_tokens if repeats else min(work.max_tokens, max(size, minimum))
-    ends = () if work.stop.ignore_eos else work.eos_token_ids
-    stops = {*(work.stop.stop_token_ids or ()), *(work.stop.stop_token_ids_visible or ())}
-    hidden = {*(work.stop.stop_token_ids_hidden or ()), *ends}
-    if not (stops | hidden).isdisjoint(prompt):
+    eos = () if work.stop.ignore_eos else work.eos_token_ids
+    stops = _stop_tokens(work.stop)
+    if not stops.union(eos).isdisjoint(prompt):
         for position in range(max(minimum - 1, 0), min(limit, minimum + size)):
             token = prompt[(position + index) % size]
-            if token in ends:
+            if token in eos:
                 return _Ending(position + 1, FinishReason.EOS)
-            if token in stops or token in hidden:
+            if token in stops:
                 return _Ending(position + 1, FinishReason.STOP, token)
     return _Ending(limit, FinishReason.LENGTH if limit == work.max_tokens else FinishReason.EOS)
+
+
+def _stop_tokens(stop: StopConditions) -> set[int]:
+    kinds = (stop.stop_token_ids, stop.stop_token_ids_visible, stop.stop_token_ids_hidden)
+    return {token for kind in kinds for token in kind or ()}
 
 
 class _Sequence:

@@ -53,10 +53,7 @@ class EmbedCore:
 
     def step(self) -> None:
         """Embed one batch. A failure ends its requests; on a GPU it ends the engine."""
-        if not self._batches:
-            inputs = take_inputs(self._requests, BATCHES_AT_ONCE * self._batch_tokens)
-            self._batches = make_batches(inputs, self._batch_tokens)
-        batch = [one for one in self._batches.pop(0) if one.request in self._requests]
+        batch = self._next_batch()
         if not batch:
             return
         self.steps += 1
@@ -65,9 +62,7 @@ class EmbedCore:
         except RuntimeError as error:  # what torch raises
             if not self.encoder.survives_errors:
                 raise
-            failure = EngineFailed(f"cannot embed: {error}")
-            for request in {one.request for one in batch}:
-                self._end(request, failure)
+            self._fail_batch(batch, EngineFailed(f"cannot embed: {error}"))
             return
         for one, vector in zip(batch, vectors, strict=True):
             if one.request.put(one.position, vector):
@@ -83,6 +78,17 @@ class EmbedCore:
 
     def close(self) -> None:
         """See `Stepper.close`."""
+
+    def _next_batch(self) -> list[EmbedInput]:
+        """Return the next batch; it is empty if its requests have left."""
+        if not self._batches:
+            inputs = take_inputs(self._requests, BATCHES_AT_ONCE * self._batch_tokens)
+            self._batches = make_batches(inputs, self._batch_tokens)
+        return [one for one in self._batches.pop(0) if one.request in self._requests]
+
+    def _fail_batch(self, batch: list[EmbedInput], failure: EngineFailed) -> None:
+        for request in {one.request for one in batch}:
+            self._end(request, failure)
 
     def _end(self, request: PendingRequest, failure: EngineFailed | None) -> None:
         del self._requests[request]

@@ -10,7 +10,7 @@ import queue
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -309,16 +309,21 @@ def _read_vocabulary(directory: Path, vocab: int, eos: tuple[int, ...]) -> _Voca
     known = set(tokenizer.get_vocab(with_added_tokens=True).values())
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     ends = [token for token in eos if token in known and token < vocab]
-    bits = bytearray((vocab + 7) // 8)
-    for token in (known - special) | set(ends):
-        if token < vocab:
-            bits[token // 8] |= 1 << token % 8
+    bits = _bit_set((known - special) | set(ends), vocab)
     if not ends:
         tokenizer.add_special_tokens([_END])
         ends = [token for token in (tokenizer.token_to_id(_END),) if token is not None]
     size = max(vocab, *known, *ends) + 1
     wrapped = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=ends)
     return _Vocabulary(wrapped, int.from_bytes(bits, "little"), len(bits))
+
+
+def _bit_set(tokens: Iterable[int], vocab: int) -> bytearray:
+    bits = bytearray((vocab + 7) // 8)
+    for token in tokens:
+        if token < vocab:
+            bits[token // 8] |= 1 << token % 8
+    return bits
 
 
 def _brief(message: str) -> str:

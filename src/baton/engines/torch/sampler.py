@@ -83,19 +83,31 @@ def sample(logits: Tensor, sequences: Rows[Sequence]) -> list[Sampled | BatonErr
     if not sequences:
         return []
     peaks, best = _peaks(logits)
-    finite = [math.isfinite(peak) for peak in peaks.tolist()]
-    results: list[Sampled | BatonError] = [
-        Sampled(token, None) if usable else EngineFailed("the model gave no usable logits for this token")
-        for usable, token in zip(finite, best.tolist(), strict=True)
+    results = _argmax_results(peaks, best)
+    rows = [
+        row
+        for row, (sequence, result) in enumerate(zip(sequences, results, strict=True))
+        if isinstance(result, Sampled) and not _takes_argmax(sequence)
     ]
-    # The argmax of the raw logits is not enough for these.
-    rows = [row for row, one in enumerate(sequences) if finite[row] and not (one.params.greedy and not _edited(one))]
     if rows:
         for row, choice in zip(rows, _choose(logits, peaks, rows, sequences), strict=True):
             results[row] = Sampled(choice, None) if isinstance(choice, int) else choice
     _score(logits, peaks, sequences, results)
     _advance_guides(sequences, results)
     return results
+
+
+def _argmax_results(peaks: Tensor, best: Tensor) -> list[Sampled | BatonError]:
+    """Return the token with the highest raw logit of each row, or its error."""
+    return [
+        Sampled(token, None) if math.isfinite(peak) else EngineFailed("the model gave no usable logits for this token")
+        for peak, token in zip(peaks.tolist(), best.tolist(), strict=True)
+    ]
+
+
+def _takes_argmax(sequence: Sequence) -> bool:
+    """Whether the argmax of the raw logits is the next token."""
+    return sequence.params.greedy and not _edited(sequence)
 
 
 def _advance_guides(sequences: Rows[Sequence], results: list[Sampled | BatonError]) -> None:
@@ -142,26 +154,40 @@ def _choose(logits: Tensor, peaks: Tensor, rows: list[int], sequences: Rows[Sequ
     every_row = len(rows) == len(sequences)
     indices = _indices(rows, logits)
     selected = logits if every_row else logits.index_select(0, indices)
-    errors: dict[int, BatonError] = {}
     if any(map(_edited, chosen)):
         selected = selected.clone() if every_row else selected
         errors = _edit(selected, chosen)
         peaks, best = _peaks(selected)
-        for row, peak in enumerate(peaks.tolist()):
-            if not math.isfinite(peak):
-                errors.setdefault(row, EngineFailed("no token is left after bias, penalties and grammar"))
-        tokens = best.tolist()
+        choices: list[int | BatonError] = _edited_results(peaks, best, errors)
     else:
         peaks = peaks.index_select(0, indices)
-        tokens = [0] * len(chosen)
-    random = [row for row, sequence in enumerate(chosen) if not sequence.params.greedy and row not in errors]
-    if random:
-        if len(random) < len(chosen):
-            indices = _indices(random, logits)
-            selected, peaks = selected.index_select(0, indices), peaks.index_select(0, indices)
-        for row, token in zip(random, _draw(selected, peaks, [chosen[row] for row in random]), strict=True):
-            tokens[row] = token
-    return [errors.get(row, token) for row, token in enumerate(tokens)]
+        choices = [0] * len(chosen)
+    _draw_random(selected, peaks, chosen, choices)
+    return choices
+
+
+def _edited_results(peaks: Tensor, best: Tensor, errors: dict[int, BatonError]) -> list[int | BatonError]:
+    """Return the argmax of each row of edited logits, or its error."""
+    for row, peak in enumerate(peaks.tolist()):
+        if not math.isfinite(peak):
+            errors.setdefault(row, EngineFailed("no token is left after bias, penalties and grammar"))
+    return [errors.get(row, token) for row, token in enumerate(best.tolist())]
+
+
+def _draw_random(logits: Tensor, peaks: Tensor, sequences: list[Sequence], choices: list[int | BatonError]) -> None:
+    """Replace the choices of sequences that are not greedy and have no error by random tokens."""
+    rows = [
+        row
+        for row, (sequence, choice) in enumerate(zip(sequences, choices, strict=True))
+        if isinstance(choice, int) and not sequence.params.greedy
+    ]
+    if not rows:
+        return
+    if len(rows) < len(sequences):
+        indices = _indices(rows, logits)
+        logits, peaks = logits.index_select(0, indices), peaks.index_select(0, indices)
+    for row, token in zip(rows, _draw(logits, peaks, [sequences[row] for row in rows]), strict=True):
+        choices[row] = token
 
 
 def _indices(rows: list[int], like: Tensor) -> Tensor:
@@ -251,8 +277,8 @@ def _draw(logits: Tensor, peaks: Tensor, sequences: list[Sequence]) -> list[int]
         torch.tensor([one.temperature for one in params], dtype=logits.dtype, device=logits.device).unsqueeze(1),
         torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1),
     )
-    filtered = [row for row, one in enumerate(params) if one.top_k or one.top_p < 1.0]
-    unfiltered = [row for row, one in enumerate(params) if not (one.top_k or one.top_p < 1.0)]
+    filtered = [row for row, one in enumerate(params) if one.filters_tokens]
+    unfiltered = [row for row, one in enumerate(params) if not one.filters_tokens]
     tokens = [0] * len(params)
     for rows, draw in ((unfiltered, _draw_unfiltered), (filtered, _draw_filtered)):
         if rows:
@@ -278,14 +304,7 @@ def _draw_unfiltered(rows: _Rows, params: list[SamplingParams]) -> list[int]:
 def _draw_filtered(rows: _Rows, params: list[SamplingParams]) -> list[int]:
     """Draw from the tokens that top_k and top_p leave. Tries the few best candidates first, and more where needed."""
     vocab = rows.logits.shape[1]
-    mass = torch.ones_like(rows.uniform)
-    if any(not one.top_k for one in params):
-        mass = (
-            _blocked(_weights(rows.logits, rows.peaks, rows.temperature), _BLOCK, 0.0)
-            .sum(2)
-            .double()
-            .sum(1, keepdim=True)
-        )
+    mass = _total_weights(rows, params)
     tokens = [0] * len(params)
     left = list(range(len(params)))
     size = max(_FIRST_CANDIDATES, max(one.top_k for one in params) + _TIES)
@@ -304,6 +323,14 @@ def _draw_filtered(rows: _Rows, params: list[SamplingParams]) -> list[int]:
         left = [row for row, enough in zip(left, covered.tolist(), strict=True) if not enough]
         size *= 8
     return tokens
+
+
+def _total_weights(rows: _Rows, params: list[SamplingParams]) -> Tensor:
+    """Return the sum of the weights of each row, as far as top_p needs it: rows with top_k sum their candidates."""
+    if all(one.top_k for one in params):
+        return torch.ones_like(rows.uniform)
+    weights = _weights(rows.logits, rows.peaks, rows.temperature)
+    return _blocked(weights, _BLOCK, 0.0).sum(2).double().sum(1, keepdim=True)
 
 
 def _nucleus(values: Tensor, weights: Tensor, mass: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import math
 import secrets
+from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -10,7 +11,7 @@ from baton.errors import InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults
 from baton.ports.engine import Work
 from baton.protocol.outputs import FinishReason
-from baton.protocol.requests import Sampling
+from baton.protocol.requests import Sampling, StopConditions
 
 T = TypeVar("T", int, float)
 
@@ -42,6 +43,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def greedy(self) -> bool:
         """Whether the token with the highest logit is taken."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
+
+    @property
+    def filters_tokens(self) -> bool:
+        """Whether top_k or top_p exclude tokens."""
+        return bool(self.top_k) or self.top_p < 1.0
 
     @property
     def has_penalties(self) -> bool:
@@ -87,14 +93,10 @@ def make_sampling_params(work: Work, defaults: SamplingDefaults, vocab: int) -> 
         raise Unsupported("use_beam_search: this engine has no beam search")
     if stop.max_thinking_tokens is not None:
         raise Unsupported("max_thinking_tokens: this engine does not count thinking tokens separately")
-    top_k = _first(sampling.top_k, defaults.top_k, 0)
-    if top_k < -1:
-        raise InvalidRequest(f"top_k: {top_k} is not -1, 0 or a number of tokens")
     eos = () if stop.ignore_eos else (*work.eos_token_ids, *defaults.eos_token_ids)
-    stops = (*(stop.stop_token_ids or ()), *(stop.stop_token_ids_visible or ()), *(stop.stop_token_ids_hidden or ()))
     return SamplingParams(
         temperature=_within("temperature", _first(sampling.temperature, defaults.temperature, 1.0), 0.0, 100.0),
-        top_k=top_k if 0 < top_k < vocab else 0,
+        top_k=_top_k(_first(sampling.top_k, defaults.top_k, 0), vocab),
         top_p=_within("top_p", _first(sampling.top_p, defaults.top_p, 1.0), 0.0, 1.0),
         min_p=_within("min_p", _first(sampling.min_p, defaults.min_p, 0.0), 0.0, 1.0),
         presence_penalty=_within("presence_penalty", sampling.presence_penalty or 0.0, -2.0, 2.0),
@@ -106,8 +108,8 @@ def make_sampling_params(work: Work, defaults: SamplingDefaults, vocab: int) -> 
         prompt_logprobs=_at_most(work.output.prompt_logprobs, vocab),
         min_tokens=stop.min_tokens or 0,
         max_tokens=work.max_tokens,
-        eos_token_ids=frozenset(token for token in eos if 0 <= token < vocab),
-        stop_token_ids=frozenset(token for token in stops if 0 <= token < vocab),
+        eos_token_ids=_known_tokens(eos, vocab),
+        stop_token_ids=_known_tokens(_stop_tokens(stop), vocab),
     )
 
 
@@ -137,6 +139,21 @@ def _within(field: str, value: float, low: float, high: float) -> float:
     if not low <= value <= high:  # false for NaN too
         raise InvalidRequest(f"{field}: {value} is not between {low:g} and {high:g}")
     return value
+
+
+def _top_k(value: int, vocab: int) -> int:
+    if value < -1:
+        raise InvalidRequest(f"top_k: {value} is not -1, 0 or a number of tokens")
+    return value if 0 < value < vocab else 0
+
+
+def _stop_tokens(stop: StopConditions) -> tuple[int, ...]:
+    kinds = (stop.stop_token_ids, stop.stop_token_ids_visible, stop.stop_token_ids_hidden)
+    return tuple(token for kind in kinds for token in kind or ())
+
+
+def _known_tokens(tokens: Iterable[int], vocab: int) -> frozenset[int]:
+    return frozenset(token for token in tokens if 0 <= token < vocab)
 
 
 def _repetition(value: float) -> float:

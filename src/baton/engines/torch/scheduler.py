@@ -110,17 +110,15 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose the next step, with blocks for all of it; it may be empty."""
         chosen: dict[Sequence, Chunk] = {}
-        budget = self._batch_tokens
-        for sequence in tuple(self.running):
-            if budget and sequence.phase is Phase.RUNNING and sequence.pending == 1:
-                budget -= self._choose(sequence, budget, chosen)
+        budget = self._choose_decodes(chosen)
         if budget:
             for sequence, share in _shares(self._prompts(budget, chosen), budget).items():
                 self._choose(sequence, share, chosen)
         self.blocked = not chosen
-        decodes = [chunk for chunk in chosen.values() if chunk.length == 1 and chunk.last]
-        prefills = [chunk for chunk in chosen.values() if not (chunk.length == 1 and chunk.last)]
-        return Batch(prefills, decodes)
+        batch = Batch([], [])
+        for chunk in chosen.values():
+            (batch.decodes if chunk.length == 1 and chunk.last else batch.prefills).append(chunk)
+        return batch
 
     def computed(self, chunk: Chunk) -> None:
         """Record that the KV of `chunk` is in the cache. The blocks that it filled can be reused from now on."""
@@ -138,6 +136,14 @@ class Scheduler:
         self.pool.clear()
         for sequence in (*self.running, *self.receiving):
             sequence.committed = _NEVER
+
+    def _choose_decodes(self, chosen: dict[Sequence, Chunk]) -> int:
+        """Give each decoding sequence its token; return what is left of the token budget."""
+        budget = self._batch_tokens
+        for sequence in tuple(self.running):
+            if budget and sequence.phase is Phase.RUNNING and sequence.pending == 1:
+                budget -= self._choose(sequence, budget, chosen)
+        return budget
 
     def _choose(self, sequence: Sequence, budget: int, chosen: dict[Sequence, Chunk]) -> int:
         """Give `sequence` its share of the step; return how many tokens that is, 0 if it was preempted.

@@ -109,26 +109,40 @@ def read_llama_config(directory: Path) -> LlamaConfig:
         raw = msgspec.json.decode(path.read_bytes(), type=_Raw)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+    family = _family(raw)
+    _refuse(raw, path)
+    config = _config_of(raw, family)
+    if config.heads % config.kv_heads or config.head_dim % 2:
+        raise ConfigError(
+            f"{path}: {config.heads} heads of {config.head_dim} over {config.kv_heads} KV heads do not divide"
+        )
+    inverse_frequencies(config)  # an unknown kind of positions is refused before the weights are read
+    return config
+
+
+def _family(raw: _Raw) -> str:
     architecture = (raw.architectures or [raw.model_type or "unknown"])[0]
-    family = FAMILIES.get(architecture)
-    if family is None:
+    if architecture not in FAMILIES:
         raise ConfigError(
             f"{architecture} is not supported by the built-in engine; it supports {', '.join(FAMILIES)} for text and"
             f" {', '.join(sorted(ENCODERS))} for embeddings. Choose another engine with --engine"
         )
-    _refuse(raw, path)
+    return FAMILIES[architecture]
+
+
+def _config_of(raw: _Raw, family: str) -> LlamaConfig:
     rope = raw.rope_parameters or raw.rope_scaling or Rope()
     rope = msgspec.structs.replace(rope, rope_type=rope.type or rope.rope_type)
-    head_dim = raw.hidden_size // raw.num_attention_heads if raw.head_dim is None else raw.head_dim
-    config = LlamaConfig(
+    heads = raw.num_attention_heads
+    return LlamaConfig(
         family=family,
         vocab=raw.vocab_size,
         hidden=raw.hidden_size,
         ffn=raw.intermediate_size,
         layers=raw.num_hidden_layers,
-        heads=raw.num_attention_heads,
-        kv_heads=raw.num_attention_heads if raw.num_key_value_heads is None else raw.num_key_value_heads,
-        head_dim=head_dim,
+        heads=heads,
+        kv_heads=heads if raw.num_key_value_heads is None else raw.num_key_value_heads,
+        head_dim=raw.hidden_size // heads if raw.head_dim is None else raw.head_dim,
         eps=raw.rms_norm_eps,
         context=_context(raw, family, rope),
         theta=rope.rope_theta or raw.rope_theta or 10000.0,
@@ -138,10 +152,6 @@ def read_llama_config(directory: Path) -> LlamaConfig:
         o_bias=family in ("llama", "qwen3") and raw.attention_bias,
         qk_norm=family == "qwen3",
     )
-    if config.heads % config.kv_heads or config.head_dim % 2:
-        raise ConfigError(f"{path}: {config.heads} heads of {head_dim} over {config.kv_heads} KV heads do not divide")
-    inverse_frequencies(config)  # an unknown kind of positions is refused before the weights are read
-    return config
 
 
 def _refuse(raw: _Raw, path: Path) -> None:
