@@ -267,16 +267,21 @@ class _Rows(NamedTuple):
         return _Rows(*(value.index_select(0, indices) for value in self))
 
 
+def _rows_of(logits: Tensor, peaks: Tensor, sequences: list[Sequence]) -> _Rows:
+    temperatures = [sequence.params.temperature for sequence in sequences]
+    numbers = [uniform(sequence.params.seed, sequence.index, sequence.generated) for sequence in sequences]
+    return _Rows(
+        logits,
+        peaks.unsqueeze(1),
+        torch.tensor(temperatures, dtype=logits.dtype, device=logits.device).unsqueeze(1),
+        torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1),
+    )
+
+
 def _draw(logits: Tensor, peaks: Tensor, sequences: list[Sequence]) -> list[int]:
     """Draw a token for each row by inverting its cumulative probabilities, in the order of token ids."""
     params = [sequence.params for sequence in sequences]
-    numbers = [uniform(sequence.params.seed, sequence.index, sequence.generated) for sequence in sequences]
-    every = _Rows(
-        logits,
-        peaks.unsqueeze(1),
-        torch.tensor([one.temperature for one in params], dtype=logits.dtype, device=logits.device).unsqueeze(1),
-        torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1),
-    )
+    every = _rows_of(logits, peaks, sequences)
     filtered = [row for row, one in enumerate(params) if one.filters_tokens]
     unfiltered = [row for row, one in enumerate(params) if not one.filters_tokens]
     tokens = [0] * len(params)

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler: defaults, refusals, and when a choice ends."""
+"""Sampling parameters: defaults, refusals, and when a choice ends."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def params_of(
     return make_sampling_params(make_work(sampling, stop, eos=eos), defaults, VOCAB)
 
 
-def test_a_request_that_says_nothing_gets_openai_defaults() -> None:
+def test_a_request_without_parameters_gets_openai_defaults() -> None:
     params = params_of()
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty) == (
         1.0,
@@ -62,7 +62,7 @@ def test_a_request_that_says_nothing_gets_openai_defaults() -> None:
     assert params.logprobs is None
 
 
-def test_the_model_speaks_where_the_request_is_silent_and_zero_is_not_silence() -> None:
+def test_model_defaults_apply_where_the_request_has_none_and_zero_is_a_value() -> None:
     defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1)
     params = params_of(defaults=defaults)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty) == (
@@ -85,12 +85,12 @@ def test_the_model_speaks_where_the_request_is_silent_and_zero_is_not_silence() 
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, VOCAB, VOCAB + 1])
-def test_top_k_of_everything_is_off(top_k: int) -> None:
+def test_top_k_of_the_whole_vocabulary_is_off(top_k: int) -> None:
     assert params_of(Sampling(top_k=top_k)).top_k == 0
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(top_p=0.0)])
-def test_what_leaves_one_token_is_greedy(sampling: Sampling) -> None:
+def test_parameters_that_leave_one_token_are_greedy(sampling: Sampling) -> None:
     assert params_of(sampling).argmax_only
 
 
@@ -99,13 +99,13 @@ def test_what_leaves_one_token_is_greedy(sampling: Sampling) -> None:
     "field",
     ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"],
 )
-def test_a_value_that_is_no_number_is_refused_by_name(field: str, bad: float) -> None:
+def test_a_value_that_is_not_finite_is_refused_by_name(field: str, bad: float) -> None:
     with pytest.raises(InvalidRequest, match=field):
         params_of(Sampling(**{field: bad}))
 
 
 @pytest.mark.parametrize("key", ["50", "-1", "", "a", "1.0", " 1", "٣", "1" * 5000, "+1"])
-def test_a_bias_for_what_is_no_token_is_refused(key: str) -> None:
+def test_a_bias_for_an_unknown_token_is_refused(key: str) -> None:
     with pytest.raises(InvalidRequest, match="logit_bias"):
         params_of(Sampling(logit_bias={key: 1.0}))
 
@@ -116,13 +116,13 @@ def test_a_bias_out_of_range_is_refused(value: float) -> None:
         params_of(Sampling(logit_bias={"7": value}))
 
 
-def test_a_bias_keeps_its_tokens_and_a_token_named_twice_is_refused() -> None:
+def test_a_bias_keeps_its_tokens_and_a_repeated_token_is_refused() -> None:
     assert params_of(Sampling(logit_bias={"7": -100, "49": 1.5})).logit_bias == ((7, -100.0), (49, 1.5))
     with pytest.raises(InvalidRequest, match="twice"):
         params_of(Sampling(logit_bias={"7": 1.0, "07": 2.0}))
 
 
-def test_what_the_engine_cannot_do_is_refused() -> None:
+def test_unsupported_parameters_are_refused() -> None:
     with pytest.raises(Unsupported, match="use_beam_search"):
         params_of(Sampling(use_beam_search=True))
     with pytest.raises(Unsupported, match="max_thinking_tokens"):
@@ -142,7 +142,7 @@ def test_logprobs_are_never_more_than_the_vocabulary() -> None:
     assert (params.logprobs, params.prompt_logprobs) == (VOCAB, 0)
 
 
-def test_ends_come_from_request_and_model_and_ignore_eos_drops_both() -> None:
+def test_eos_tokens_come_from_request_and_model_and_ignore_eos_drops_both() -> None:
     defaults = SamplingDefaults(eos_token_id=[4, 999])
     assert params_of(eos=(3,), defaults=defaults).eos_token_ids == {3, 4}
     assert params_of(stop=StopConditions(ignore_eos=True), eos=(3,), defaults=defaults).eos_token_ids == frozenset()
@@ -155,7 +155,7 @@ def test_ends_come_from_request_and_model_and_ignore_eos_drops_both() -> None:
     limit=st.integers(1, 8),
     ignore=st.booleans(),
 )
-def test_a_choice_ends_at_its_end_its_stop_or_its_limit(
+def test_a_choice_ends_at_eos_stop_token_or_max_tokens(
     token: int, generated: int, least: int, limit: int, ignore: bool
 ) -> None:
     stop = StopConditions(

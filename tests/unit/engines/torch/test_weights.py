@@ -205,7 +205,7 @@ def test_running_requests_continue_with_the_new_weights(model: Path, other: Path
             end, finished = await read(stream)
             assert finished is not None
             assert len(start + end) == LONG
-            # Somewhere the old weights hand over to the new: from there on a fresh engine says the same.
+            # From some position on the tokens are those of a new engine with the new weights.
             tail = (start + end)[-200:]
             assert await there.generate(PROMPT + tuple((start + end)[:-200]), 200) == tail
 
@@ -229,7 +229,7 @@ def test_updated_weights_survive_a_release(model: Path, other: Path) -> None:
 
 
 def broken_directories(model: Path, other: Path, new: Tensors, place: Path) -> dict[str, Path]:
-    """Return directories with something wrong each, by what the complaint says."""
+    """Return broken directories, by the expected error message."""
     whole = (other / "model.safetensors").read_bytes()
     mutilated = {name: tensor for name, tensor in new.items() if name != "model.norm.weight"}
     contents: dict[str, bytes | Tensors] = {
@@ -327,7 +327,7 @@ sys.stdin.readline()
 
 @contextmanager
 def sender(other: Path, port: int, count: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a process that is rank 0 and broadcasts so many of the tensors it is told, and dies if those are not all."""
+    """Run a process that is rank 0 and broadcasts some of its tensors, and exits early if those are not all."""
     process = subprocess.Popen(
         [sys.executable, "-c", SENDER, str(port), str(other / "model.safetensors"), str(count)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
