@@ -53,7 +53,7 @@ PARTS = (
     Part("sample", "runner", "sample", "step"),
     Part("book-keeping", "scheduler", "Scheduler.computed", "step"),
     Part("append", "core", "Core._append", "step"),
-    Part("publish", "thread", "EngineThread._tell_news"),
+    Part("publish", "thread", "EngineThread._post_result"),
     Part("deliver (event loop)", "engine", "TorchEngine._deliver"),
 )
 

@@ -1,4 +1,4 @@
-"""The built-in engine keeps the rules of `ports/engine.py`: as it comes, and with everything in torch."""
+"""The engine contract over the built-in engine: with the native step, and with torch only."""
 
 from pathlib import Path
 

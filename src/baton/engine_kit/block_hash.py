@@ -1,4 +1,4 @@
-"""Names of KV blocks: the hash of a block's tokens and of everything before them, equal on every worker."""
+"""Hashes of KV blocks: of a block's tokens and of everything before them, equal on every worker."""
 
 import hashlib
 from array import array
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 
 def root_hash(salt: str | None) -> int | None:
-    """Return what stands before the first block: nothing, or the cache salt that keeps tenants apart."""
+    """Return the parent of the first block: None, or the hash of the cache salt that separates tenants."""
     if not salt:
         return None
     return _signed(hashlib.blake2b(salt.encode(), digest_size=8).digest())
 
 
 def block_hash(parent: int | None, token_ids: Sequence[int]) -> int:
-    """Return the name of a full block after the one named `parent`, as a signed 64-bit number."""
+    """Return the hash of a full block after the block `parent`, as a signed 64-bit number."""
     before = b"" if parent is None else parent.to_bytes(8, "little", signed=True)
     return _signed(hashlib.blake2b(before + array("I", token_ids).tobytes(), digest_size=8).digest())
 
 
 def block_hashes(token_ids: Sequence[int], size: int, salt: str | None = None) -> list[int]:
-    """Return the names of the full blocks of `token_ids`."""
+    """Return the hashes of the full blocks of `token_ids`."""
     hashes: list[int] = []
     parent = root_hash(salt)
     for start in range(0, len(token_ids) - size + 1, size):

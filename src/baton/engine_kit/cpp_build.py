@@ -1,6 +1,6 @@
-"""Compiles C++ for the CPU at hand, once, into the user's cache.
+"""Compiles C++ for this CPU, once, into the user's cache directory.
 
-Libraries are named by a hash of everything that shapes them, so a new compiler, CPU or version of Baton builds anew.
+A library is named by a hash of its sources, compiler, flags and CPU: when one of them changes, it is compiled again.
 """
 
 import ctypes
@@ -30,11 +30,11 @@ CPU_FIELDS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "C
 
 
 class BuildError(Exception):
-    """Why there is no library."""
+    """The library cannot be compiled or loaded."""
 
 
 def load_library(sources: Sequence[Path], flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Return the library that the first of `sources` makes, which may include the others. Raises BuildError.
+    """Return the library compiled from the first of `sources`, which may include the others. Raises BuildError.
 
     CXX and CXXFLAGS are respected. May be called from several threads and processes at once. Blocks for seconds when it
     compiles.
@@ -46,7 +46,7 @@ def load_library(sources: Sequence[Path], flags: tuple[str, ...]) -> ctypes.CDLL
 
 
 def cpu_features() -> str:
-    """Return what tells this CPU's instructions from another's."""
+    """Return the lines of /proc/cpuinfo that identify the instruction set of this CPU."""
     first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in CPU_FIELDS)
 
@@ -69,7 +69,7 @@ def _compiler(named: str, search: str) -> list[str]:
 
 
 def _built(sources: tuple[Path, ...], command: list[str], cache: Path) -> Path:
-    """Return the path of the library, compiling it unless that was done before."""
+    """Return the path of the library; compile it if it is not in the cache."""
     version = subprocess.run([*command, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False)
     parts = [*(source.read_bytes() for source in sources), version.stdout]
     parts += [" ".join(command).encode(), cpu_features().encode()]
@@ -87,7 +87,7 @@ def _built(sources: tuple[Path, ...], command: list[str], cache: Path) -> Path:
 
 
 def _compile(command: list[str], messages: Path) -> None:
-    # Messages go to a file: the compiler's own children would keep a pipe open after a deadline.
+    # Messages go to a file: child processes of the compiler would keep a pipe open after the timeout.
     with messages.open("wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
         try:

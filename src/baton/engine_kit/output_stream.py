@@ -1,10 +1,11 @@
-"""The stream that engines fill and handlers read: it merges whatever its reader has not taken yet.
+"""The stream that engines write and handlers read: outputs that have not been read yet are merged.
 
-One writer and one reader, both on the event-loop thread; an engine that computes elsewhere hands its outputs over with
-`loop.call_soon_threadsafe`, once per step.
+One writer and one reader, both on the event-loop thread; an engine that computes on another thread posts its outputs
+with `loop.call_soon_threadsafe`, once per step.
 """
 
 import asyncio
+from collections.abc import Sequence
 
 from baton.protocol.outputs import (
     Finished,
@@ -49,7 +50,7 @@ class OutputStream:
         self._handoff: HandoffReady | None = None
         self._kv: KvComputed | KvWanted | None = None
         self._error: BaseException | None = None
-        self._urgent = False  # whether there is something that no read is held back for
+        self._urgent = False  # whether there is output that `not_before` does not delay
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._not_before = 0.0
@@ -57,13 +58,13 @@ class OutputStream:
 
     @property
     def unread(self) -> bool:
-        """Whether tokens wait for a reader who has fallen behind."""
+        """Whether there are tokens that have not been read."""
         return bool(self._tokens)
 
     async def caught_up(self, within_s: float) -> None:
-        """Wait until the reader has taken what there is, the stream has ended, or `within_s` have passed.
+        """Wait until everything has been read, the stream has ended, or `within_s` have passed.
 
-        For a writer whose own source merges what is not fetched: then nobody is woken for what nobody reads yet.
+        For a writer whose own source merges what it has not fetched: it need not fetch before the reader reads.
         """
         if not self._tokens or self.ended:
             return
@@ -83,7 +84,7 @@ class OutputStream:
         return self._open == 0 or self._error is not None
 
     def push(self, token_ids: list[int], index: int = 0, logprobs: Logprobs | None = None) -> None:
-        """Add new tokens of a choice; the list is the stream's from now on. Ignored after the end."""
+        """Add new tokens of a choice; the stream owns the list from now on. Ignored after the end."""
         if self._open == 0 or self._error is not None:
             return
         pending = self._tokens.get(index)
@@ -97,13 +98,13 @@ class OutputStream:
             self._wake_when_due()
 
     def hand_off(self, params: dict[str, object]) -> None:
-        """Tell that the KV can be claimed."""
+        """Add the parameters with which the KV can be claimed."""
         if not self.ended:
             self._handoff = HandoffReady(params)
             self._wake_at_once()
 
     def computed(self, output: KvComputed) -> None:
-        """Tell that further blocks hold their KV."""
+        """Add blocks whose KV is computed."""
         if not self.ended:
             before = self._kv
             if isinstance(before, KvComputed):
@@ -112,7 +113,7 @@ class OutputStream:
             self._wake_at_once()
 
     def want(self, output: KvWanted) -> None:
-        """Tell where KV is to go."""
+        """Add the blocks into which KV is to be written."""
         if not self.ended:
             self._kv = output
             self._wake_at_once()
@@ -142,7 +143,7 @@ class OutputStream:
         """See `Stream.read`."""
         self._not_before = not_before
         if not (self._urgent or (self._tokens and self._loop.time() >= not_before)):
-            await self._wait()  # it ends when there is something to return
+            await self._wait()
         if outputs := self._take():
             return outputs
         if self._error is not None:
@@ -195,15 +196,18 @@ class OutputStream:
         outputs += [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
         outputs += self._finished
         self._finished = []
-        self._urgent = self.ended  # the end can be read again and again
+        self._urgent = self.ended  # every later read returns the end again
         return outputs
 
     def _joined_logprobs(self, index: int) -> Logprobs | None:
         parts = self._logprobs.pop(index, None) if self._logprobs else None
-        if parts is None:
-            return None
-        chosen = tuple(value for part in parts for value in part.chosen)
-        return Logprobs(chosen, tuple(position for part in parts for position in part.top))
+        return None if parts is None else join_logprobs(parts)
+
+
+def join_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
+    """Return the log-probabilities of consecutive tokens as one value."""
+    chosen = tuple(value for part in parts for value in part.chosen)
+    return Logprobs(chosen, tuple(position for part in parts for position in part.top))
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:

@@ -1,4 +1,4 @@
-"""Segments of shared memory that belong to others."""
+"""Shared-memory segments of other processes."""
 
 import mmap
 import os
@@ -11,12 +11,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def map_segment(name: str) -> mmap.mmap:
-    """Return the segment for reading; it goes when the last view of it does. Its owner keeps it, and removes it.
+    """Map a segment for reading; it is unmapped with its last view. The owner of the segment removes it.
 
     Raises InvalidRequest if it cannot be opened.
     """
     try:
-        # Not `SharedMemory`, which would have the segment removed when this process ends.
+        # Not `SharedMemory`, which would remove the segment when this process ends.
         descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,4 +1,4 @@
-"""From other threads to the event loop and back: work aside of it, and answers that reach it."""
+"""Work on other threads, and results posted from them to the event loop."""
 
 import asyncio
 import threading
@@ -10,37 +10,37 @@ T = TypeVar("T")
 
 
 async def run_in_thread(name: str, work: Callable[[], T]) -> T:
-    """Run `work` on a thread of its own and return its result; nobody waits for it when the process ends."""
+    """Run `work` on a thread of its own and return its result. The thread does not keep the process alive."""
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
+    done: asyncio.Future[T] = loop.create_future()
 
     def run() -> None:
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - it goes to who asked
-            post(loop, fail, answer, error)
+        except Exception as error:  # noqa: BLE001 - raised in the caller
+            post(loop, fail, done, error)
         else:
-            post(loop, resolve, answer, result)
+            post(loop, resolve, done, result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await answer
+    return await done
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> None:
-    """Have `loop` call `callback`, from any thread; a loop that has ended calls nothing."""
+    """Call `callback` on `loop`, from any thread; nothing happens if the loop has closed."""
     if not loop.is_closed():
-        with suppress(RuntimeError):  # it has ended just now
+        with suppress(RuntimeError):  # it has closed just now
             loop.call_soon_threadsafe(callback, *args)
 
 
 def resolve(future: asyncio.Future[T], result: T) -> None:
-    """Give the answer, unless nobody waits any more."""
+    """Set the result, unless the future is done or cancelled."""
     if not future.done():
         future.set_result(result)
 
 
 def fail(future: asyncio.Future[T], error: BaseException) -> None:
-    """Give an error for an answer, unless nobody waits any more."""
+    """Set the error, unless the future is done or cancelled."""
     if not future.done():
         future.set_exception(error)
-        future.exception()  # marked as read: who asked may have left
+        future.exception()  # marks it as retrieved: the caller may be gone

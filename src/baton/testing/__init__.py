@@ -1,4 +1,4 @@
-"""Contract suites and fakes, shipped so that authors of engines and runtimes can prove their own. Needs pytest.
+"""Contract suites and fakes for authors of engines and runtimes. Needs pytest.
 
 `docs/writing-an-engine.md` shows how an engine author uses them.
 """

@@ -1,4 +1,4 @@
-"""Running asynchronous tests so that nothing hangs: every run has a time limit, even when the event loop is blocked."""
+"""Runs asynchronous tests with a time limit that holds even when the event loop is blocked."""
 
 import asyncio
 import sys
@@ -15,7 +15,7 @@ BLOCKED_S = 5.0
 def run_bounded(main: Coroutine[Any, Any, T], limit_s: float = 20.0) -> T:
     """Run `main` in an event loop of its own and return its result. Raises AssertionError after `limit_s`.
 
-    The loop has a thread of its own: when something blocks the loop itself, the test still ends, and says where.
+    The loop has a thread of its own: when it is blocked, the test still ends, with the stack of that thread.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -47,7 +47,7 @@ async def eventually(holds: Callable[[], bool], limit_s: float = 10.0, every_s: 
 
 
 async def measure_lag() -> float:
-    """Return the longest time, in seconds, that the event loop took for one turn until this was cancelled."""
+    """Return the longest delay of the event loop in seconds, measured until this task is cancelled."""
     loop = asyncio.get_running_loop()
     longest = 0.0
     try:

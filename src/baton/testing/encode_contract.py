@@ -1,4 +1,4 @@
-"""The rules of `Engine.encode`, for engines that encode media for others."""
+"""The rules of `EncodeEngine.encode` as tests."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from baton.testing.fakes import running
 
 
 class EncodeContract:
-    """Subclass it in a test module and override `make_engine`; `held` too, for an engine that can tell."""
+    """Subclass it in a test module and override `make_engine`, and `held` if the engine can report it."""
 
     limit_s = 30.0
 
@@ -26,17 +26,16 @@ class EncodeContract:
         raise NotImplementedError("a contract test overrides make_engine")
 
     def held(self, engine: EncodeEngine) -> int | None:
-        """Return how many images the engine holds encoded, or None if that cannot be told."""
+        """Return how many images the engine holds encoded, or None if that is unknown."""
         return None
 
     def encode_work(self, images: int = 1, data: bytes | None = None) -> EncodeWork:
-        """Return work with so many images."""
-        picture = probe_image()
-        file = picture if data is None else MediaFile(modality="image", data=data, place="here[0]")
+        """Return work with this many images."""
+        file = probe_image() if data is None else MediaFile(modality="image", data=data, place="here[0]")
         return EncodeWork(request_id=new_request_id("encode"), token_ids=(1, 2, 3), media=(file,) * images)
 
-    def test_an_engine_that_encodes_says_so(self) -> None:
-        """Handlers go by the capabilities."""
+    def test_capabilities_include_media_encoding(self) -> None:
+        """Handlers decide by the capabilities."""
 
         async def body() -> None:
             can = self.make_engine().capabilities
@@ -46,8 +45,8 @@ class EncodeContract:
         self._run(body())
 
     @pytest.mark.parametrize("images", [1, 3])
-    def test_what_was_made_is_plain_json_and_held_until_abort(self, images: int) -> None:
-        """Whoever computes the prompt is in another process."""
+    def test_encoded_media_are_plain_json_and_held_until_abort(self, images: int) -> None:
+        """The prompt is computed in another process."""
 
         async def body() -> None:
             engine = self.make_engine()
@@ -62,7 +61,7 @@ class EncodeContract:
         self._run(body())
 
     def test_an_id_is_in_use_until_abort(self) -> None:
-        """And can be used again after it."""
+        """After abort it can be used again."""
 
         async def body() -> None:
             engine = self.make_engine()
@@ -79,8 +78,8 @@ class EncodeContract:
 
         self._run(body())
 
-    def test_media_that_cannot_be_read_are_refused_by_place_and_leave_nothing(self) -> None:
-        """The next request is served."""
+    def test_unreadable_media_are_refused_by_place_and_hold_nothing(self) -> None:
+        """The next request succeeds."""
 
         async def body() -> None:
             engine = self.make_engine()
@@ -93,8 +92,8 @@ class EncodeContract:
 
         self._run(body())
 
-    def test_requests_at_once_do_not_mix_and_a_storm_leaves_nothing(self) -> None:
-        """More than the engine does at once, a part of them cancelled at every point."""
+    def test_concurrent_and_cancelled_requests_hold_nothing_after_abort(self) -> None:
+        """More requests than the engine encodes at once, a third of them cancelled at various points."""
 
         async def body() -> None:
             engine = self.make_engine()
@@ -105,9 +104,9 @@ class EncodeContract:
                     if number % 3 == 0:
                         task.cancel()
                     await asyncio.sleep(0)
-                made = await asyncio.gather(*tasks, return_exceptions=True)
-                assert {type(each) for each in made} <= {Encoded, asyncio.CancelledError}
-                assert sum(isinstance(each, Encoded) for each in made) >= len(works) // 2
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                assert {type(each) for each in results} <= {Encoded, asyncio.CancelledError}
+                assert sum(isinstance(each, Encoded) for each in results) >= len(works) // 2
                 for work in works:
                     await engine.abort(work.request_id)
                 await self._nothing_held(engine)
@@ -117,17 +116,17 @@ class EncodeContract:
         self._run(body())
 
     def test_abort_of_an_unknown_id_is_no_error(self) -> None:
-        """Aborts come whenever they come."""
+        """Aborts are idempotent."""
 
         async def body() -> None:
             engine = self.make_engine()
             async with running(engine):
-                await engine.abort(new_request_id("nobody"))
+                await engine.abort(new_request_id("unknown"))
 
         self._run(body())
 
-    def test_after_stop_nothing_is_encoded_and_nothing_held(self) -> None:
-        """Stopping twice is no error."""
+    def test_encode_after_stop_raises_engine_dead(self) -> None:
+        """Stop twice is no error."""
 
         async def body() -> None:
             engine = self.make_engine()

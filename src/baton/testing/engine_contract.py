@@ -1,4 +1,4 @@
-"""The rules of `ports/engine.py` as tests, for every engine. `docs/writing-an-engine.md` shows how to use them."""
+"""The rules of `ports/engine.py` as tests, for every engine. See `docs/writing-an-engine.md`."""
 
 import asyncio
 import random
@@ -7,13 +7,13 @@ from typing import Literal
 import msgspec
 import pytest
 
-from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
+from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest
 from baton.protocol.commands import Continue, Pause
 from baton.protocol.events import KvCleared, KvRemoved, KvStored
 from baton.protocol.ids import RequestId, new_request_id
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.testing.bounded import eventually, measure_lag
-from baton.testing.engine_session import Answer, Session, beyond, read_to_the_end
+from baton.testing.engine_session import Answer, Session, read_to_the_end
 from baton.testing.fakes import running
 from baton.testing.handoff_rules import HandoffRules
 
@@ -21,7 +21,7 @@ from baton.testing.handoff_rules import HandoffRules
 class EngineContract(HandoffRules):
     """Subclass it in a test module, override `make_engine`, and pytest checks the rules of `ports/engine.py`."""
 
-    # Before and after the engine's life
+    # Start and stop
 
     def test_capabilities_can_be_read_before_start_and_stay_the_same(self) -> None:
         async def body() -> None:
@@ -47,7 +47,7 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_stop_twice_and_at_once_is_no_error(self) -> None:
+    def test_stop_twice_and_concurrently_is_no_error(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 session.engine.submit(self._long(session))
@@ -95,9 +95,9 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    # Generating
+    # Generation
 
-    def test_every_choice_ends_once_and_then_the_stream_is_over(self) -> None:
+    def test_every_choice_finishes_once_and_then_the_stream_ends(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 stream = session.engine.submit(self.work(session.info))
@@ -109,7 +109,7 @@ class EngineContract(HandoffRules):
         self._run(body())
 
     @pytest.mark.parametrize("tokens", [1, 2, 17, 64])
-    def test_max_tokens_is_kept_to_the_token(self, tokens: int) -> None:
+    def test_exactly_max_tokens_are_generated(self, tokens: int) -> None:
         async def body() -> None:
             async with self._session() as session:
                 answer = await read_to_the_end(session.engine.submit(self.work(session.info, tokens=tokens)))
@@ -119,7 +119,7 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_requests_that_run_together_do_not_mix(self) -> None:
+    def test_requests_in_one_batch_do_not_mix(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 works = [self.work(session.info, seed, length=16 + seed, tokens=40 + seed) for seed in range(12)]
@@ -132,11 +132,11 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_a_stop_token_ends_the_choice(self) -> None:
+    def test_a_stop_token_finishes_the_choice(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 if not self.deterministic:
-                    pytest.skip("it is not known which tokens will come")
+                    pytest.skip("the tokens are not deterministic")
                 work = self.work(session.info, tokens=16)
                 tokens = await self._tokens_of(session, work)
                 stop = tokens[6]
@@ -150,11 +150,11 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_n_choices_end_once_each(self) -> None:
+    def test_n_choices_finish_once_each(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 if session.engine.capabilities.max_choices < 2:
-                    pytest.skip("the engine makes one choice")
+                    pytest.skip("the engine generates one choice")
                 stream = session.engine.submit(self.work(session.info, tokens=12, choices=2))
                 answer = await read_to_the_end(stream, choices=2)
                 assert [len(tokens) for tokens in answer.tokens] == [12, 12]
@@ -162,21 +162,21 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_log_probabilities_are_aligned_with_tokens_however_they_merge(self) -> None:
+    def test_logprobs_are_aligned_with_merged_tokens(self) -> None:
         async def body() -> None:
             async with self._session() as session:
-                most = session.engine.capabilities.max_logprobs
-                if most is None:
+                max_logprobs = session.engine.capabilities.max_logprobs
+                if max_logprobs is None:
                     pytest.skip("the engine returns no log-probabilities")
-                asked = min(2, most)
-                stream = session.engine.submit(self.work(session.info, tokens=48, logprobs=asked))
+                requested = min(2, max_logprobs)
+                stream = session.engine.submit(self.work(session.info, tokens=48, logprobs=requested))
                 positions = 0
                 while outputs := await stream.read():
                     for delta in (output for output in outputs if isinstance(output, TokenDelta)):
                         assert delta.logprobs is not None
                         assert len(delta.logprobs.chosen) == len(delta.token_ids)
                         assert all(value <= 0.0 for value in delta.logprobs.chosen)
-                        if asked:
+                        if requested:
                             assert len(delta.logprobs.top) == len(delta.token_ids)
                         positions += len(delta.logprobs.chosen)
                     await asyncio.sleep(0.02)
@@ -184,7 +184,7 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_impossible_work_is_refused_at_submit_and_leaves_nothing(self) -> None:
+    def test_impossible_work_is_refused_at_submit_and_holds_nothing(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 for work in self.impossible(session.info):
@@ -197,7 +197,7 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_the_event_loop_turns_while_the_engine_works(self) -> None:
+    def test_the_engine_does_not_block_the_event_loop(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 measuring = asyncio.create_task(measure_lag())
@@ -208,9 +208,9 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    # Reading
+    # Streams
 
-    def test_a_slow_reader_gets_merged_tokens_with_no_gap_and_no_repeat(self) -> None:
+    def test_a_slow_reader_gets_every_token_once_in_merged_deltas(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 work = self.work(session.info, tokens=100)
@@ -225,7 +225,7 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_not_before_holds_tokens_back(self) -> None:
+    def test_not_before_delays_tokens(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 stream = session.engine.submit(self._long(session))
@@ -239,7 +239,7 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_not_before_never_holds_back_the_end(self) -> None:
+    def test_not_before_does_not_delay_the_end(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 far = asyncio.get_running_loop().time() + 3600
@@ -289,9 +289,9 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    # Aborting
+    # Abort
 
-    def test_a_submitted_request_is_known_at_once(self) -> None:
+    def test_a_submitted_request_is_counted_at_once(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 work = self._long(session)
@@ -322,7 +322,7 @@ class EngineContract(HandoffRules):
                 assert session.engine.progress().waiting == 1
                 await session.engine.abort(late.request_id)
                 with pytest.raises(Cancelled):
-                    assert not await late_stream.read(), "a request that waits has no tokens"
+                    assert not await late_stream.read(), "a waiting request has no tokens"
                 assert session.engine.progress().waiting == 0
                 assert all(await asyncio.gather(*(stream.read() for stream in streams)))
                 for work, stream in zip(works, streams, strict=True):
@@ -359,7 +359,7 @@ class EngineContract(HandoffRules):
         async def body() -> None:
             async with self._session() as session:
                 if session.engine.capabilities.max_choices < 2:
-                    pytest.skip("the engine makes one choice")
+                    pytest.skip("the engine generates one choice")
                 work = self.work(session.info, tokens=self.long_tokens // 2, choices=2)
                 stream = session.engine.submit(work)
                 await stream.read()
@@ -376,7 +376,7 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_abort_of_a_finished_request_leaves_its_answer(self) -> None:
+    def test_abort_of_a_finished_request_keeps_its_output(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 work = self.work(session.info)
@@ -390,7 +390,7 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_abort_twice_and_at_once_is_no_error(self) -> None:
+    def test_abort_twice_and_concurrently_is_no_error(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 work = self._long(session)
@@ -402,19 +402,21 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_a_storm_of_submits_and_aborts_leaves_the_engine_as_it_was(self) -> None:
+    def test_many_concurrent_submits_and_aborts_free_everything(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 numbers = random.Random(7)
-                await asyncio.gather(*(self._weather(session, random.Random(numbers.random())) for _ in range(300)))
+                await asyncio.gather(
+                    *(self._submit_and_maybe_abort(session, random.Random(numbers.random())) for _ in range(300))
+                )
                 await session.as_at_the_start(self.limit_s)
                 assert len(await self._tokens_of(session, self.work(session.info))) == 8
 
         self._run(body())
 
-    # What the engine tells
+    # Readings
 
-    def test_progress_grows_with_work_and_counts_return_to_zero(self) -> None:
+    def test_steps_grow_with_work_and_counts_return_to_zero(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 before = session.engine.progress()
@@ -425,7 +427,7 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_kv_events_come_in_order(self) -> None:
+    def test_kv_events_are_consistent(self) -> None:
         async def body() -> None:
             async with self._session() as session:
                 size = session.info.block_size
@@ -438,7 +440,7 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_readings_have_no_gap_even_when_they_are_read_late(self) -> None:
+    def test_readings_have_no_gap_when_they_are_read_late(self) -> None:
         async def body() -> None:
             engine = self.make_engine()
             async with running(engine) as info:
@@ -453,25 +455,15 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    # Embeddings and orders
-
-    def test_what_the_engine_cannot_do_is_refused_and_harms_nothing(self) -> None:
-        async def body() -> None:
-            async with self._session() as session:
-                for command in beyond(session.engine.capabilities):
-                    with pytest.raises(Unsupported):
-                        await session.engine.execute(command)
-                await self._tokens_of(session, self.work(session.info))
-
-        self._run(body())
+    # Commands
 
     @pytest.mark.parametrize("mode", ["keep", "retract"])
-    def test_requests_wait_while_the_engine_is_paused_and_then_go_on(self, mode: Literal["keep", "retract"]) -> None:
+    def test_requests_wait_during_a_pause_and_then_continue(self, mode: Literal["keep", "retract"]) -> None:
         async def body() -> None:
             async with self._session() as session:
                 if mode not in session.engine.capabilities.pause_modes:
                     pytest.skip(f"the engine cannot pause and {mode}")
-                work = self.work(session.info, tokens=600)  # enough to be at it still when the pause comes
+                work = self.work(session.info, tokens=600)  # enough to be still running when the pause begins
                 alone = await self._tokens_of(session, work) if self.deterministic else None
                 stream = session.engine.submit(msgspec.structs.replace(work, request_id=new_request_id("contract")))
                 await session.engine.execute(Pause(mode=mode))
@@ -508,10 +500,10 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    # How it is done
+    # Helpers
 
-    async def _weather(self, session: Session, numbers: random.Random) -> None:
-        """One request of the storm: read to its end, aborted at some time, or aborted after some reads."""
+    async def _submit_and_maybe_abort(self, session: Session, numbers: random.Random) -> None:
+        """One request: read to its end, aborted at a random time, or aborted after a read."""
         await asyncio.sleep(numbers.random() * 0.3)
         length = numbers.randrange(1, 4 * session.info.block_size)
         work = self.work(session.info, numbers.randrange(6), length, tokens=numbers.randrange(1, 40))
@@ -534,10 +526,10 @@ class EngineContract(HandoffRules):
                 case KvStored():
                     assert reading.block_size == session.info.block_size
                     assert len(reading.token_ids) == reading.block_size * len(reading.block_hashes)
-                    assert reading.parent_hash is None or reading.parent_hash in stored, "the parent is known"
+                    assert reading.parent_hash is None or reading.parent_hash in stored, "the parent was stored"
                     stored.update(reading.block_hashes)
                 case KvRemoved():
-                    assert stored.issuperset(reading.block_hashes), "what is removed was stored"
+                    assert stored.issuperset(reading.block_hashes), "removed blocks were stored"
                     stored.difference_update(reading.block_hashes)
                 case KvCleared():
                     stored.clear()

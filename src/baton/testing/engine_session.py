@@ -1,16 +1,13 @@
-"""What the engine contract looks at: a started engine with all that it tells, and what its streams yield."""
+"""A started engine with its readings, and the outputs of its streams, for the engine contract."""
 
-from typing import Literal
-
-from baton.ports.engine import Capabilities, EngineInfo, GenerateEngine, KvImportEngine, Stream
-from baton.protocol.commands import ClearCache, Command, FromDisk, Pause, ReleaseMemory, StopProfile, UpdateWeights
+from baton.ports.engine import EngineInfo, GenerateEngine, KvImportEngine, Stream
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.outputs import Finished, Output, TokenDelta
 from baton.testing.bounded import eventually
 
 
 class Answer:
-    """What one stream has yielded, checked while it is read."""
+    """The outputs of one stream, checked while they are read."""
 
     def __init__(self, choices: int = 1) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(choices)]
@@ -18,7 +15,7 @@ class Answer:
         self.reads = 0
 
     def add(self, outputs: list[Output]) -> None:
-        """Take the outputs of one read."""
+        """Add the outputs of one read."""
         self.reads += 1
         seen: set[int] = set()
         for output in outputs:
@@ -27,7 +24,7 @@ class Answer:
                 assert output.token_ids, "a delta has tokens"
                 assert self.ends[output.index] is None, "no tokens after the end of a choice"
                 if output.logprobs is not None:
-                    assert len(output.logprobs.chosen) == len(output.token_ids), "one log-probability for each token"
+                    assert len(output.logprobs.chosen) == len(output.token_ids), "one logprob for each token"
                 seen.add(output.index)
                 self.tokens[output.index] += output.token_ids
             elif isinstance(output, Finished):
@@ -36,7 +33,7 @@ class Answer:
 
 
 class Session:
-    """A started engine, with all that it tells about itself."""
+    """A started engine and its readings."""
 
     def __init__(self, engine: GenerateEngine, info: EngineInfo) -> None:
         self.engine = engine
@@ -46,7 +43,7 @@ class Session:
 
     @property
     def kv_import(self) -> KvImportEngine:
-        """The engine, which can continue from KV that was written into its cache."""
+        """The engine, as one that continues from KV written into its cache."""
         assert isinstance(self.engine, KvImportEngine)
         return self.engine
 
@@ -58,36 +55,21 @@ class Session:
                 self.blocks_at_start = reading.used_blocks
 
     def used_blocks(self) -> int | None:
-        """The blocks that requests hold, as far as the engine has told."""
+        """The blocks that requests hold, by the last load reading."""
         return next((r.used_blocks for r in reversed(self.readings) if isinstance(r, LoadSnapshot)), None)
 
     def busy(self) -> int:
-        """How many requests the engine has."""
+        """How many requests run or wait."""
         progress = self.engine.progress()
         return progress.running + progress.waiting
 
     async def as_at_the_start(self, limit_s: float) -> None:
-        """Wait until no request is inside and no block is held that was not held at the start."""
+        """Wait until no request runs or waits, and as few blocks are held as at the start."""
         await eventually(lambda: not self.busy() and self.used_blocks() == self.blocks_at_start, limit_s)
 
 
-def beyond(can: Capabilities) -> list[Command]:
-    """Return orders that an engine with these capabilities refuses."""
-    tags = can.memory_tags | {"no such memory"}
-    modes: tuple[Literal["abort", "retract", "keep"], ...] = ("abort", "retract", "keep")
-    verbs: list[Command] = [ReleaseMemory(tags=(tag,)) for tag in tags - can.memory_tags]
-    verbs += [Pause(mode=mode) for mode in modes if mode not in can.pause_modes]
-    if not can.clear_cache:
-        verbs.append(ClearCache())
-    if not can.profile:
-        verbs.append(StopProfile())
-    if "disk" not in can.weight_sources:
-        verbs.append(UpdateWeights(source=FromDisk(path="nowhere"), version="2"))
-    return verbs
-
-
 async def read_to_the_end(stream: Stream, choices: int = 1, not_before: float = 0.0) -> Answer:
-    """Read `stream` until it is over. Raises what it failed with."""
+    """Read `stream` to its end. Raises what it failed with."""
     answer = Answer(choices)
     while outputs := await stream.read(not_before):
         answer.add(outputs)

@@ -1,4 +1,4 @@
-"""What the suites for engines share: what an engine's author overrides, and how a test runs."""
+"""What the engine suites share: the methods that an engine author overrides, and how a test runs."""
 
 import asyncio
 import random
@@ -18,38 +18,37 @@ from baton.testing.fakes import running
 
 
 class EngineSuite:
-    """The ground under the rules. Everything runs in one event loop for each test, and every test has a time limit."""
+    """The base of the engine suites. Each test has an event loop and a time limit of its own."""
 
     limit_s = 30.0
-    """The longest that one test may take, start and stop of the engine included."""
+    """Time limit of one test, including start and stop of the engine."""
 
     long_tokens = 3000
-    """So many tokens keep a request busy while a test acts on it. As many requests as the engine runs at once must fit
-    its cache with this length."""
+    """Tokens that keep a request running while a test acts on it. `max_running` such requests must fit the KV cache."""
 
     deterministic = True
-    """Whether the same prompt gives the same tokens at temperature 0, alone and in a batch."""
+    """Whether a prompt gives the same tokens at temperature 0, alone and in a batch."""
 
     lag_limit_s = 2.0
-    """The longest that the engine may keep the event loop from turning. Generous: it tells blocked from slow."""
+    """How long the engine may block the event loop. Generous, so that only a blocked loop fails."""
 
     def make_engine(self) -> GenerateEngine:
-        """Return an engine that has not been started. Let it run few requests at once, so that others wait."""
+        """Return an engine that has not been started, with a small `max_running`, so that requests wait."""
         raise NotImplementedError("an engine's contract test overrides make_engine")
 
     def make_broken_engine(self) -> GenerateEngine | None:
-        """Return an engine whose `start` raises ConfigError or EngineDead, or None to leave that rule out."""
+        """Return an engine whose `start` raises ConfigError or EngineDead, or None to skip that rule."""
         return None
 
     def prompt(self, seed: int, length: int) -> tuple[int, ...]:
-        """Return a prompt of `length` tokens; those of one seed begin with one another."""
+        """Return a prompt of `length` tokens; prompts of one seed share their prefix."""
         numbers = random.Random(seed)
         return tuple(numbers.randrange(1, 200) for _ in range(length))
 
     def impossible(self, info: EngineInfo) -> list[Work]:
-        """Return work that can never run, however long it waits."""
+        """Return work that passes admission and can never run, because it needs more than the engine has."""
         too_long = info.total_blocks * info.block_size + 1
-        return [self.work(info, prompt=()), self.work(info, prompt=self.prompt(0, 1) * too_long)]
+        return [self.work(info, prompt=self.prompt(0, 1) * too_long)]
 
     def work(
         self,
@@ -61,7 +60,7 @@ class EngineSuite:
         logprobs: int | None = None,
         prompt: tuple[int, ...] | None = None,
     ) -> Work:
-        """Return work that makes exactly `tokens` tokens, always the same."""
+        """Return work that generates exactly `tokens` tokens, always the same."""
         return Work(
             request_id=new_request_id("contract"),
             token_ids=self.prompt(seed, length) if prompt is None else prompt,
@@ -72,7 +71,7 @@ class EngineSuite:
             eos_token_ids=info.eos_token_ids,
         )
 
-    # How it is done
+    # Helpers
 
     def _run(self, body: Coroutine[Any, Any, None]) -> None:
         run_bounded(body, self.limit_s)
@@ -91,7 +90,7 @@ class EngineSuite:
         return self.work(session.info, seed, tokens=self.long_tokens)
 
     async def _tokens_of(self, session: Session, work: Work) -> list[int]:
-        """Return what `work` gives when it runs alone."""
+        """Return the tokens that `work` generates alone."""
         again = self.work(session.info, tokens=work.max_tokens, prompt=work.token_ids)
         answer = await read_to_the_end(session.engine.submit(again))
         return answer.tokens[0]

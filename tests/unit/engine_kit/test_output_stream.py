@@ -1,4 +1,4 @@
-"""The merging stream: what is read is what was written, whenever it is read."""
+"""The output stream: everything written is read once, merged, at any reading pace."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ async def read_all(stream: OutputStream) -> list[Output]:
     return outputs
 
 
-def test_tokens_that_nobody_has_read_merge_into_one_delta() -> None:
+def test_unread_tokens_merge_into_one_delta() -> None:
     async def body() -> None:
         stream = OutputStream()
         for token in range(5):
@@ -29,7 +29,7 @@ def test_tokens_that_nobody_has_read_merge_into_one_delta() -> None:
     run_bounded(body())
 
 
-def test_choices_merge_apart_and_in_the_order_they_began() -> None:
+def test_choices_merge_separately_in_the_order_of_their_first_token() -> None:
     async def body() -> None:
         stream = OutputStream(2)
         stream.push([1], 1)
@@ -80,7 +80,7 @@ def test_nothing_is_written_after_the_end() -> None:
     run_bounded(body())
 
 
-def test_an_error_comes_after_what_was_written_before_it_and_stays() -> None:
+def test_an_error_is_raised_after_earlier_outputs_and_on_every_later_read() -> None:
     async def body() -> None:
         stream = OutputStream()
         stream.push([1])
@@ -95,7 +95,7 @@ def test_an_error_comes_after_what_was_written_before_it_and_stays() -> None:
     run_bounded(body())
 
 
-def test_an_error_wakes_a_read_that_waits() -> None:
+def test_an_error_wakes_a_waiting_read() -> None:
     async def body() -> None:
         stream = OutputStream()
         reading = asyncio.create_task(stream.read(asyncio.get_running_loop().time() + 3600))
@@ -110,7 +110,7 @@ def test_an_error_wakes_a_read_that_waits() -> None:
     run_bounded(body())
 
 
-def test_a_handoff_is_never_held_back_and_comes_first() -> None:
+def test_a_handoff_is_not_delayed_and_is_read_first() -> None:
     async def body() -> None:
         stream = OutputStream()
         reading = asyncio.create_task(stream.read(asyncio.get_running_loop().time() + 3600))
@@ -123,7 +123,7 @@ def test_a_handoff_is_never_held_back_and_comes_first() -> None:
 
 
 @pytest.mark.parametrize("written", ["before the read", "during the read"])
-def test_not_before_holds_tokens_back_and_merges_them(written: str) -> None:
+def test_not_before_delays_and_merges_tokens(written: str) -> None:
     async def body() -> None:
         stream = OutputStream()
         clock = asyncio.get_running_loop().time
@@ -143,7 +143,7 @@ def test_not_before_holds_tokens_back_and_merges_them(written: str) -> None:
     run_bounded(body())
 
 
-def test_not_before_of_one_read_does_not_hold_back_the_next() -> None:
+def test_not_before_of_one_read_does_not_delay_the_next() -> None:
     async def body() -> None:
         stream = OutputStream()
         stream.push([1])
@@ -156,7 +156,7 @@ def test_not_before_of_one_read_does_not_hold_back_the_next() -> None:
     run_bounded(body())
 
 
-def test_cancelling_a_read_in_the_turn_in_which_it_wakes_loses_nothing() -> None:
+def test_cancelling_a_read_in_the_iteration_in_which_it_wakes_loses_nothing() -> None:
     async def body() -> None:
         stream = OutputStream()
         reading = asyncio.create_task(stream.read())
@@ -171,7 +171,7 @@ def test_cancelling_a_read_in_the_turn_in_which_it_wakes_loses_nothing() -> None
     run_bounded(body())
 
 
-def test_log_probabilities_merge_in_step_with_their_tokens() -> None:
+def test_logprobs_merge_with_their_tokens() -> None:
     async def body() -> None:
         stream = OutputStream()
         first = Logprobs((-0.1,), ((TopLogprob(1, 1, -0.1),),))
@@ -192,7 +192,7 @@ WRITES = st.lists(
 
 @settings(max_examples=50)
 @given(WRITES, st.permutations(range(3)))
-def test_what_is_read_is_what_was_written_whenever_it_is_read(writes: list[object], order: list[int]) -> None:
+def test_everything_written_is_read_once_in_order(writes: list[object], order: list[int]) -> None:
     async def body() -> list[Output]:
         stream = OutputStream(3)
         outputs: list[Output] = []
@@ -217,7 +217,7 @@ def test_what_is_read_is_what_was_written_whenever_it_is_read(writes: list[objec
         assert sum(isinstance(output, Finished) and output.index == index for output in outputs) == 1
 
 
-def test_a_writer_can_wait_for_a_reader_who_has_fallen_behind() -> None:
+def test_a_writer_can_wait_for_a_slow_reader() -> None:
     async def body() -> None:
         stream = OutputStream()
         await stream.caught_up(60)
@@ -233,7 +233,7 @@ def test_a_writer_can_wait_for_a_reader_who_has_fallen_behind() -> None:
     run_bounded(body())
 
 
-def test_a_writer_does_not_wait_for_ever() -> None:
+def test_a_writer_waits_no_longer_than_its_timeout() -> None:
     async def body() -> None:
         stream = OutputStream()
         stream.push([1])

@@ -1,7 +1,7 @@
-"""The echo engine: repeats the prompt, one token a step, with the manners of a real engine.
+"""The echo engine: repeats the prompt, one token a step, and behaves like a real engine otherwise.
 
-With `max_tokens` it goes round the prompt until that many tokens are out; without, it says the prompt once and ends.
-Choice i starts i tokens further on. Blocks are reserved for the whole answer at admission: nothing is preempted.
+With `max_tokens` it repeats the prompt until that many tokens are generated; without, it generates the prompt once.
+Choice i starts i tokens later. Blocks are reserved for the whole output at admission: nothing is preempted.
 """
 
 import asyncio
@@ -13,48 +13,53 @@ from pathlib import Path
 from typing import NamedTuple
 
 from baton.config.engines import EchoOptions
+from baton.engine_kit.kv_ledger import KvLedger
 from baton.engine_kit.output_stream import OutputStream
-from baton.engines.echo.ledger import BLOCK, BlockLedger, Hold
-from baton.engines.echo.pictures import see, with_pictures
+from baton.engines.echo.blocks import BLOCK, BlockPool, HeldBlocks
+from baton.engines.echo.images import image_sizes, with_image_sizes
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
 from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress, Work
 from baton.protocol.commands import Command, Outcome
-from baton.protocol.events import KvRemoved, KvStored, LoadSnapshot, Reading
+from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import FinishReason, Logprobs, TopLogprob
+from baton.protocol.requests import StopConditions
 
-VOCABULARY = 258
 MODEL_DIR = Path(__file__).parent / "model"
 LOAD_INTERVAL_S = 0.25
 
 _FAULT = re.compile(rb"\[\[(fail|stall|die|refuse)(?::(\d+))?\]\]")
 
 
-class _Plan(NamedTuple):
-    """How one choice will go: all is known from the start."""
+class _Ending(NamedTuple):
+    """How long one choice is and why it ends: known from the start."""
 
     length: int
     reason: FinishReason
     stop_reason: int | None = None
 
 
-def _plan(work: Work, index: int) -> _Plan:
+def _ending(work: Work, index: int) -> _Ending:
     """Return where choice `index` ends: at a stop token, at the end of the prompt, or at the limit."""
-    prompt, size, least = work.token_ids, len(work.token_ids), work.stop.min_tokens or 0
-    asked = work.stop.max_tokens is not None or work.stop.ignore_eos
-    limit = work.max_tokens if asked else min(work.max_tokens, max(size, least))
-    ends = () if work.stop.ignore_eos else work.eos_token_ids
-    stops = {*(work.stop.stop_token_ids or ()), *(work.stop.stop_token_ids_visible or ())}
-    hidden = {*(work.stop.stop_token_ids_hidden or ()), *ends}
-    if not (stops | hidden).isdisjoint(prompt):
-        for position in range(max(least - 1, 0), min(limit, least + size)):
+    prompt, size, minimum = work.token_ids, len(work.token_ids), work.stop.min_tokens or 0
+    repeats = work.stop.max_tokens is not None or work.stop.ignore_eos
+    limit = work.max_tokens if repeats else min(work.max_tokens, max(size, minimum))
+    eos = () if work.stop.ignore_eos else work.eos_token_ids
+    stops = _stop_tokens(work.stop)
+    if not stops.union(eos).isdisjoint(prompt):
+        for position in range(max(minimum - 1, 0), min(limit, minimum + size)):
             token = prompt[(position + index) % size]
-            if token in ends:
-                return _Plan(position + 1, FinishReason.EOS)
-            if token in stops or token in hidden:
-                return _Plan(position + 1, FinishReason.STOP, token)
-    return _Plan(limit, FinishReason.LENGTH if limit == work.max_tokens else FinishReason.EOS)
+            if token in eos:
+                return _Ending(position + 1, FinishReason.EOS)
+            if token in stops:
+                return _Ending(position + 1, FinishReason.STOP, token)
+    return _Ending(limit, FinishReason.LENGTH if limit == work.max_tokens else FinishReason.EOS)
+
+
+def _stop_tokens(stop: StopConditions) -> set[int]:
+    kinds = (stop.stop_token_ids, stop.stop_token_ids_visible, stop.stop_token_ids_hidden)
+    return {token for kind in kinds for token in kind or ()}
 
 
 class _Sequence:
@@ -62,11 +67,11 @@ class _Sequence:
 
     __slots__ = (
         "cached_tokens",
+        "endings",
         "fault",
         "fault_at",
-        "hold",
+        "held",
         "logprobs",
-        "plans",
         "produced",
         "ready_at",
         "stream",
@@ -78,59 +83,59 @@ class _Sequence:
         self.work = work
         self.stream = stream
         self.logprobs = work.output.logprobs
-        self.plans = [_plan(work, index) for index in range(work.sampling.n or 1)]
-        self.total = max(plan.length for plan in self.plans)
+        self.endings = [_ending(work, index) for index in range(work.sampling.n or 1)]
+        self.total = max(ending.length for ending in self.endings)
         self.produced = 0
         self.ready_at = 0.0
-        self.hold: Hold | None = None
+        self.held: HeldBlocks | None = None
         self.cached_tokens = 0
         self.fault: str | None = None
         self.fault_at = 0
 
     def emit(self, count: int) -> bool:
-        """Produce the next `count` tokens of every choice; return whether the sequence has ended."""
+        """Generate the next `count` tokens of every choice; return whether the sequence has ended."""
         prompt, start = self.work.token_ids, self.produced
         size, stop = len(prompt), start + count
-        for index, plan in enumerate(self.plans):
-            if start >= plan.length:
+        for index, ending in enumerate(self.endings):
+            if start >= ending.length:
                 continue
             if count == 1:
                 tokens = [prompt[(start + index) % size]]
             else:
-                tokens = [prompt[(at + index) % size] for at in range(start, min(stop, plan.length))]
+                tokens = [prompt[(at + index) % size] for at in range(start, min(stop, ending.length))]
             logprobs = None if self.logprobs is None else _logprobs(tokens, self.logprobs)
             self.stream.push(tokens, index, logprobs)
-            if stop >= plan.length:
-                self.stream.finish(plan.reason, index, plan.stop_reason, self.cached_tokens)
+            if stop >= ending.length:
+                self.stream.finish(ending.reason, index, ending.stop_reason, self.cached_tokens)
         self.produced = stop
         return stop >= self.total
 
 
-def _logprobs(tokens: list[int], asked: int) -> Logprobs:
-    """Return log-probabilities of an engine that is certain: 0 for the token it says, less for the ones after it."""
+def _logprobs(tokens: list[int], top_tokens: int) -> Logprobs:
+    """Return fixed log-probabilities: 0 for the generated token, less for the alternatives."""
     top = tuple(
-        tuple(TopLogprob(rank + 1, (token + rank) % 256, -float(rank)) for rank in range(asked)) for token in tokens
+        tuple(TopLogprob(rank + 1, (token + rank) % 256, -float(rank)) for rank in range(top_tokens))
+        for token in tokens
     )
     return Logprobs((0.0,) * len(tokens), top)
 
 
 class EchoEngine:
-    """An Engine (see `ports/engine.py`) that needs no model, no GPU and no network."""
+    """A GenerateEngine and EncodeEngine (see `ports/engine.py`) that needs no model, no GPU and no network."""
 
     def __init__(self, options: EchoOptions | None = None, model_dir: Path = MODEL_DIR, name: str = "echo") -> None:
         self._options = options or EchoOptions()
         self._model_dir = model_dir
         self._name = name
-        self._vocabulary = VOCABULARY
         self._pace_s = self._options.pace_ms / 1000
-        self._ledger = BlockLedger(self._options.blocks)
+        self._pool = BlockPool(self._options.blocks)
+        self._kv_ledger = KvLedger(BLOCK)
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[RequestId, _Sequence] = {}
         self._encoded: dict[RequestId, Encoded] = {}
         self._steps = 0
         self._steps_left = 0
         self._work = asyncio.Event()
-        self._stuck = asyncio.Event()
         self._dead: BatonError | None = None
         self._task: asyncio.Task[None] | None = None
         self._events: asyncio.Queue[Reading | None] = asyncio.Queue()
@@ -138,11 +143,11 @@ class EchoEngine:
     @property
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
-        sees = self._options.media
+        media = self._options.media
         return Capabilities(
-            media_encoding=sees,
-            media_handles=sees,
-            modalities=frozenset({"text", "image"} if sees else {"text"}),
+            media_encoding=media,
+            media_handles=media,
+            modalities=frozenset({"text", "image"} if media else {"text"}),
             max_logprobs=20,
             max_choices=16,
         )
@@ -150,7 +155,6 @@ class EchoEngine:
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
         config = read_config(self._model_dir)
-        self._vocabulary = config.vocab_size
         self._task = asyncio.create_task(self._run(), name="echo-steps")
         return EngineInfo(
             model_name=self._name,
@@ -159,15 +163,16 @@ class EchoEngine:
             block_size=BLOCK,
             total_blocks=self._options.blocks,
             max_running=self._options.max_running,
+            vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
         )
 
     def submit(self, work: Work) -> OutputStream:
         """See `GenerateEngine.submit`."""
         self._alive()
-        sequence = _Sequence(with_pictures(work) if work.media else work, OutputStream(work.sampling.n or 1))
+        sequence = _Sequence(with_image_sizes(work) if work.media else work, OutputStream(work.sampling.n or 1))
         self._refuse_impossible(sequence)
-        self._plant_fault(sequence)
+        self._read_fault(sequence)
         self._waiting.append(sequence)
         self._work.set()
         return sequence.stream
@@ -192,7 +197,7 @@ class EchoEngine:
             raise Unsupported("the echo engine does not encode media; give it --echo-media")
         if work.request_id in self._encoded:
             raise InvalidRequest(f"request id {work.request_id} is in use")
-        sizes = await asyncio.to_thread(see, work.media)
+        sizes = await asyncio.to_thread(image_sizes, work.media)
         self._alive()
         encoded = self._encoded[work.request_id] = Encoded(params={"sizes": sizes})
         self._steps += 1
@@ -200,7 +205,7 @@ class EchoEngine:
 
     async def execute(self, command: Command) -> Outcome:
         """See `Engine.execute`."""
-        raise Unsupported("the echo engine has nothing to control")
+        raise Unsupported(f"the echo engine does not execute {command.__struct_config__.tag}")
 
     def metrics(self) -> str:
         """See `Engine.metrics`."""
@@ -229,24 +234,18 @@ class EchoEngine:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
-        self._die(EngineDead("the engine has stopped"))
+        self._fail_all(EngineDead("the engine has stopped"))
 
     def _alive(self) -> None:
         if self._dead is not None or self._task is None:
             raise self._dead or EngineDead("the engine is not running")
 
     def _refuse_impossible(self, sequence: _Sequence) -> None:
-        prompt = sequence.work.token_ids
-        if not prompt:
-            raise InvalidRequest("token_ids: the prompt is empty")
-        highest = max(prompt)
-        if highest >= self._vocabulary:
-            raise InvalidRequest(f"token_ids: {highest} is not a token of this model; it has {self._vocabulary}")
-        blocks = -(-(len(prompt) + sequence.total) // BLOCK)
-        if blocks > self._ledger.total:
-            raise InvalidRequest(f"the request needs {blocks} KV blocks; this engine has {self._ledger.total}")
+        blocks = -(-(len(sequence.work.token_ids) + sequence.total) // BLOCK)
+        if blocks > self._pool.total:
+            raise InvalidRequest(f"the request needs {blocks} KV blocks; this engine has {self._pool.total}")
 
-    def _plant_fault(self, sequence: _Sequence) -> None:
+    def _read_fault(self, sequence: _Sequence) -> None:
         if self._options.faults:
             text = bytes(token for token in sequence.work.token_ids if token < 256)
             if found := _FAULT.search(text):
@@ -265,7 +264,7 @@ class EchoEngine:
             due = 1
             if self._pace_s:
                 await asyncio.sleep(previous + self._pace_s - loop.time())
-                # A late step makes up for the ones it missed, as an engine on its own thread would have.
+                # A late step generates what the missed ones would have, like an engine on a thread of its own.
                 due = max(1, int((loop.time() - previous) / self._pace_s))
                 previous += due * self._pace_s
             else:
@@ -280,42 +279,42 @@ class EchoEngine:
         while self._waiting and len(self._running) < self._options.max_running:
             sequence = self._waiting[0]
             work = sequence.work
-            hold = self._ledger.take(work.token_ids, len(work.token_ids) + sequence.total, work.cache_salt)
-            if hold is None:
+            held = self._pool.allocate(work.token_ids, len(work.token_ids) + sequence.total, work.cache_salt)
+            if held is None:
                 return
             self._waiting.popleft()
-            sequence.hold = hold
-            sequence.cached_tokens = hold.cached * BLOCK
+            sequence.held = held
+            sequence.cached_tokens = held.cached * BLOCK
             sequence.ready_at = now + self._options.prefill_ms / 1000
             self._running[work.request_id] = sequence
-            self._tell_stored(sequence, hold)
+            self._publish_stored(work, held)
 
     async def _step(self, due: int, now: float) -> None:
         for sequence in tuple(self._running.values()):
             if now < sequence.ready_at:
                 continue
             if sequence.fault and sequence.produced >= sequence.fault_at:
-                await self._suffer(sequence)
+                await self._apply_fault(sequence)
             elif sequence.emit(due if sequence.produced else 1):
                 self._remove(sequence)
         self._steps += 1
 
-    async def _suffer(self, sequence: _Sequence) -> None:
+    async def _apply_fault(self, sequence: _Sequence) -> None:
         match sequence.fault:
             case "fail":
                 self._remove(sequence)
-                sequence.stream.fail(EngineFailed("failed, as the prompt asked"))
+                sequence.stream.fail(EngineFailed("failed by [[fail]]"))
             case "die":
-                self._die(EngineDead("died, as the prompt asked"))
+                self._fail_all(EngineDead("died by [[die]]"))
             case _:
-                await self._stuck.wait()
+                await asyncio.Event().wait()  # a stall: no step from now on
 
     def _remove(self, sequence: _Sequence) -> None:
-        if self._running.pop(sequence.work.request_id, None) and sequence.hold is not None:
-            self._ledger.give_back(sequence.hold)
-            self._tell_evicted()
+        if self._running.pop(sequence.work.request_id, None) and sequence.held is not None:
+            self._pool.release(sequence.held)
+            self._publish_evicted()
 
-    def _die(self, error: BatonError) -> None:
+    def _fail_all(self, error: BatonError) -> None:
         self._dead = self._dead or error
         for sequence in itertools.chain(tuple(self._running.values()), self._waiting):
             self._remove(sequence)
@@ -324,23 +323,20 @@ class EchoEngine:
         self._events.put_nowait(None)
 
     def _load(self) -> LoadSnapshot:
-        return LoadSnapshot(len(self._running), len(self._waiting), self._ledger.used, self._ledger.total)
+        return LoadSnapshot(len(self._running), len(self._waiting), self._pool.used, self._pool.total)
 
-    def _tell_stored(self, sequence: _Sequence, hold: Hold) -> None:
-        self._tell_evicted()
-        if hold.fresh:
-            first = hold.cached * BLOCK
-            self._events.put_nowait(
-                KvStored(
-                    block_hashes=tuple(hold.fresh),
-                    token_ids=sequence.work.token_ids[first : len(hold.named) * BLOCK],
-                    block_size=BLOCK,
-                    parent_hash=hold.named[hold.cached - 1] if hold.cached else None,
-                    cache_salt=sequence.work.cache_salt,
-                )
-            )
+    def _publish_stored(self, work: Work, held: HeldBlocks) -> None:
+        self._publish_evicted()
+        first, stop = held.cached, len(held.hashes)
+        parent = held.hashes[first - 1] if first else None
+        tokens = work.token_ids[first * BLOCK : stop * BLOCK]
+        self._publish(self._kv_ledger.stored(held.hashes[first:], tokens, parent, cache_salt=work.cache_salt))
 
-    def _tell_evicted(self) -> None:
-        evicted, self._ledger.evicted = self._ledger.evicted, []
+    def _publish_evicted(self) -> None:
+        evicted, self._pool.evicted = self._pool.evicted, []
         if evicted:
-            self._events.put_nowait(KvRemoved(tuple(evicted)))
+            self._publish(self._kv_ledger.removed(evicted))
+
+    def _publish(self, events: list[KvEvent]) -> None:
+        for event in events:
+            self._events.put_nowait(event)

@@ -1,7 +1,7 @@
-"""Memory that can be given back to the machine and taken again: one stretch for each tag, with tensors as views of it.
+"""Memory that can be released to the machine and resumed: one region for each tag, with tensors as views of it.
 
-The views stay valid objects all along; while their arena is released they must not be touched. After `resume` the
-memory may lie elsewhere, so raw pointers must be taken anew.
+The views stay valid objects; while their arena is released they must not be accessed. After `resume` the memory may
+have another address, so raw pointers must be read again.
 """
 
 import fcntl
@@ -23,11 +23,11 @@ _PART = 64 << 20
 
 
 class Arena:
-    """One stretch of `nbytes` on one device.
+    """One region of `nbytes` on one device.
 
-    On a CPU it is a mapping of its own, whose pages go back to the machine while its addresses stay; on other devices
-    torch's storage is shrunk to nothing. `dense` memory is read from end to end, and asks a CPU for large pages.
-    `shared` memory of a CPU is a mapping of a file without a name: whoever is given its `descriptor` can map it too.
+    On a CPU it is a mapping whose pages are returned to the machine while its addresses stay; on other devices torch's
+    storage is resized to 0. `dense` memory is read sequentially, and uses huge pages on a CPU. `shared` memory on a CPU
+    maps an anonymous file: a process that receives its `descriptor` can map it too.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Arena:
         self._pages: mmap.mmap | None = None
         if device.type == "cpu":
             if shared:
-                self.descriptor = _nameless_file(max(nbytes, 1))
+                self.descriptor = _anonymous_file(max(nbytes, 1))
                 self._pages = mmap.mmap(self.descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED)
             else:
                 self._pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -59,9 +59,9 @@ class Arena:
         return self._bytes[start : start + nbytes].view(dtype).view(shape)
 
     def release(self, keep: bool) -> None:
-        """Give the memory back; with `keep` its content waits in a file without a name.
+        """Release the memory; with `keep` its content is saved in an anonymous file. Idempotent.
 
-        Raises OSError, having changed nothing. Released memory stays so.
+        Raises OSError, having changed nothing.
         """
         if self.released:
             return
@@ -71,9 +71,9 @@ class Arena:
         self.released = True
 
     def resume(self) -> None:
-        """Take the memory again, with its content if that was kept, else zeroed.
+        """Allocate the memory again, with its content if that was kept, else zeroed. Idempotent.
 
-        Raises MemoryError, OSError or torch's RuntimeError; then it stays released, with what was kept.
+        Raises MemoryError, OSError or torch's RuntimeError; then it stays released, and its content is kept.
         """
         if not self.released:
             return
@@ -91,7 +91,7 @@ class Arena:
         self._forget()
 
     def close(self) -> None:
-        """Forget what was kept, and share no more. The tensors stay valid. Idempotent."""
+        """Close the file of kept content and the shared descriptor. The tensors stay valid. Idempotent."""
         self._forget()
         if self.descriptor is not None:
             os.close(self.descriptor)
@@ -108,7 +108,7 @@ class Arena:
 
     def _drop(self) -> None:
         if self._pages is not None:
-            # Read again, such pages are zero. Those of a file would stay in it, were they only not needed here.
+            # Such pages read as zero. Pages of a file are only freed by MADV_REMOVE.
             self._pages.madvise(mmap.MADV_DONTNEED if self.descriptor is None else mmap.MADV_REMOVE)
             return
         self._bytes.untyped_storage().resize_(0)
@@ -120,7 +120,7 @@ class Arena:
         file = tempfile.TemporaryFile(dir=self._spill_dir, buffering=0)  # noqa: SIM115 - it stays open
         try:
             if self.nbytes:
-                os.posix_fallocate(file.fileno(), 0, self.nbytes)  # a full disk is noticed before the writing
+                os.posix_fallocate(file.fileno(), 0, self.nbytes)  # a full disk raises before anything is written
             for part in self._parts():
                 view = memoryview(part.cpu().numpy().data)
                 while view:
@@ -138,14 +138,14 @@ class Arena:
             while view:
                 count = file.readinto(view)
                 if not count:
-                    raise OSError("the kept weights are cut short")
+                    raise OSError("the file of the kept weights is truncated")
                 view = view[count:]
             if host is not part:
                 part.copy_(host)
 
 
-def _nameless_file(nbytes: int) -> int:
-    """Return a file in memory, of a length that nobody can change: a reader of it never reads past its end."""
+def _anonymous_file(nbytes: int) -> int:
+    """Return a file in memory with a sealed length, so that a reader never reads past its end."""
     descriptor = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -157,12 +157,12 @@ def _nameless_file(nbytes: int) -> int:
 
 
 def arena_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return how much of an arena a tensor takes."""
+    """Return how many bytes of an arena a tensor takes."""
     return -(-math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return how much memory could be had on `device` now, within the limits of this process's group."""
+    """Return how many bytes can be allocated on `device` now, within the limits of this process's cgroup."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
@@ -172,12 +172,12 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _left_in_group(group: Path) -> int | None:
-    """Return what the control group of this process may still take, None if it has no limit that we can read."""
+    """Return how many bytes the cgroup may still allocate, None if it has no readable limit."""
     try:
         limit = int((group / "memory.max").read_text())
         current = int((group / "memory.current").read_text())
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Files that have been read, such as the weights, are counted but make way for whoever needs the memory.
+        # The page cache, such as of the weights' files, is counted but reclaimable.
         cached = int(counts["active_file"]) + int(counts["inactive_file"])
     except (OSError, ValueError, KeyError):
         return None
@@ -185,12 +185,12 @@ def _left_in_group(group: Path) -> int | None:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device that `--torch-device` names. Raises ConfigError if it is not here."""
+    """Return the device that `--torch-device` names. Raises ConfigError if it does not exist."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"there is no device {name} here; choose another with --torch-device")
+        raise ConfigError(f"this machine has no device {name}; choose another with --torch-device")
     return device
 
 

@@ -1,33 +1,35 @@
-"""The accounting of a paged KV cache: who holds which block, and which blocks can be reused. No memory in sight.
+"""The accounting of a paged KV cache: which sequences hold which block, and which blocks can be reused. No memory.
 
 A block is in one of three states:
 
-    free      nobody holds it and it has no name             -> taken first
-    kept      nobody holds it, it has a name                 -> reused by name, or evicted, oldest first
-    held      one or more sequences hold it; with a name it is full, and nobody writes to it any more
+    free      not held, without a hash                       -> allocated first
+    cached    not held, with a hash                          -> reused by its hash, or evicted, oldest first
+    held      by one or more sequences; with a hash it is full and is not written again
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from baton.protocol.events import KvCleared, KvEvent, KvRemoved, KvStored
+from baton.engine_kit.kv_ledger import KvLedger
+from baton.protocol.events import KvEvent
 
 
 class BlockPool:
-    """Blocks by number, from 0. `events` gathers what routers must know, in order, until somebody takes it."""
+    """Blocks by number, from 0. `events` gathers KV events for routers, in order, until the caller takes the list."""
 
     def __init__(self, total: int, size: int) -> None:
         self.total = total
         self.size = size
         self.events: list[KvEvent] = []
+        self._ledger = KvLedger(size)
         self._holders = [0] * total
-        self._names: list[int | None] = [None] * total
-        self._by_name: dict[int, int] = {}
+        self._hashes: list[int | None] = [None] * total
+        self._by_hash: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
 
     @property
     def free(self) -> int:
-        """Blocks that a sequence could take now, those kept for reuse included."""
+        """Blocks that can be allocated now, cached ones included."""
         return len(self._free)
 
     @property
@@ -39,22 +41,22 @@ class BlockPool:
         """How many sequences hold `block`."""
         return self._holders[block]
 
-    def name(self, block: int) -> int | None:
-        """The name that `block` can be found by, if it has one."""
-        return self._names[block]
+    def hash_of(self, block: int) -> int | None:
+        """The hash that `block` can be found by, if it has one."""
+        return self._hashes[block]
 
-    def find(self, names: Sequence[int]) -> list[int]:
-        """Return the blocks of the longest beginning of `names` that is here."""
+    def find(self, hashes: Sequence[int]) -> list[int]:
+        """Return the blocks of the longest prefix of `hashes` that is in the cache."""
         blocks: list[int] = []
-        for name in names:
-            block = self._by_name.get(name)
+        for name in hashes:
+            block = self._by_hash.get(name)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """Return how many of `blocks` nobody holds: holding them takes so many from `free`."""
+        """Return how many of `blocks` are not held: holding them reduces `free` by that number."""
         return sum(self._holders[block] == 0 for block in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -64,72 +66,52 @@ class BlockPool:
                 del self._free[block]
             self._holders[block] += 1
 
-    def take(self) -> int:
-        """Return an unnamed block for one holder, evicting the oldest kept one if there is no other; `free` > 0."""
+    def allocate(self) -> int:
+        """Return a block without a hash for one holder, evicting the oldest cached one if needed; `free` > 0."""
         block, _ = self._free.popitem(last=False)
-        name = self._names[block]
+        name = self._hashes[block]
         if name is not None:
             self._forget(block, name)
-            self.events.append(KvRemoved((name,)))
+            self.events += self._ledger.removed((name,))
         self._holders[block] = 1
         return block
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Let go of a sequence's blocks. Later blocks are evicted before the ones they continue."""
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a sequence's hold on its blocks. Later blocks are evicted before the ones they continue."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
                 self._free[block] = None
-                if self._names[block] is None:
+                if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
 
     def commit(
-        self, blocks: list[int], first: int, names: Sequence[int], token_ids: Sequence[int], salt: str | None = None
+        self, blocks: list[int], first: int, hashes: Sequence[int], token_ids: Sequence[int], salt: str | None = None
     ) -> None:
-        """Name the blocks of a sequence from number `first` on, as far as `names` go; nobody will write to them again.
+        """Give the blocks of a sequence their hashes, from block `first` on, as far as `hashes` go. They are full.
 
-        `names` and `token_ids` are the sequence's, from its start. A block whose name is taken gives way to the one
-        that has it: `blocks` is changed in place.
+        `hashes` and `token_ids` are the sequence's, from its start. A block whose content is cached already is replaced
+        by the cached one: `blocks` is changed in place.
         """
-        fresh: list[int] = []
-        for number in range(first, len(names)):
-            block, name = blocks[number], names[number]
-            known = self._by_name.get(name)
-            if known is None:
-                self._by_name[name] = block
-                self._names[block] = name
-                fresh.append(number)
-            elif known != block:
+        for number in range(first, len(hashes)):
+            block, name = blocks[number], hashes[number]
+            known = self._by_hash.setdefault(name, block)
+            if known == block:
+                self._hashes[block] = name
+            else:
                 self.hold((known,))
-                self.give_back((block,))
+                self.release((block,))
                 blocks[number] = known
-        self._tell_stored(fresh, names, token_ids, salt)
-
-    def _tell_stored(self, fresh: list[int], names: Sequence[int], token_ids: Sequence[int], salt: str | None) -> None:
-        """Announce each run of consecutive new blocks once."""
-        size = self.size
-        while fresh:
-            start, stop = fresh[0], fresh[0] + 1
-            while stop - start < len(fresh) and fresh[stop - start] == stop:
-                stop += 1
-            self.events.append(
-                KvStored(
-                    block_hashes=tuple(names[start:stop]),
-                    token_ids=tuple(token_ids[start * size : stop * size]),
-                    block_size=size,
-                    parent_hash=names[start - 1] if start else None,
-                    cache_salt=salt,
-                )
-            )
-            fresh = fresh[stop - start :]
+        tokens = token_ids[first * self.size : len(hashes) * self.size]
+        parent = hashes[first - 1] if first else None
+        self.events += self._ledger.stored(hashes[first:], tokens, parent, cache_salt=salt)
 
     def clear(self) -> None:
-        """Forget every name. Blocks that are held stay so, and can no longer be found."""
-        if self._by_name:
-            for name, block in tuple(self._by_name.items()):
-                self._forget(block, name)
-            self.events.append(KvCleared())
+        """Drop every hash. Blocks that are held stay held, and can no longer be found."""
+        for name, block in tuple(self._by_hash.items()):
+            self._forget(block, name)
+        self.events += self._ledger.cleared()
 
     def _forget(self, block: int, name: int) -> None:
-        del self._by_name[name]
-        self._names[block] = None
+        del self._by_hash[name]
+        self._hashes[block] = None

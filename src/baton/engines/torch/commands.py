@@ -1,12 +1,15 @@
-"""What an operator may ask of the engine, done between two steps: memory, weights, pauses, the cache, profiles."""
+"""Operators' commands, executed between two steps: memory, weights, pauses, the prefix cache, profiles.
+
+Each is idempotent. What is paused or released, and which commands this engine supports, is known above the port.
+"""
 
 import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from baton.engines.torch.arena import Arena, available_bytes
-from baton.engines.torch.recording import Recording
-from baton.engines.torch.weights import Put, WeightGroup, gather
+from baton.engines.torch.profiler import StepProfiler
+from baton.engines.torch.weights import ReplaceWeights, WeightGroup, gather
 from baton.errors import EngineFailed, InvalidRequest, Paused, Unsupported
 from baton.protocol.commands import (
     ClearCache,
@@ -31,41 +34,42 @@ log = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
+PAUSED_REQUESTS = {"abort": "ended", "retract": "returned to the queue", "keep": "kept in place"}
 
 
-class Controls:
-    """The operator's hand on one Core. A verb that cannot be done as asked raises, and has changed nothing."""
+class CommandExecutor:
+    """Executes commands on one Core. One that cannot be done as asked raises, and has changed nothing."""
 
     def __init__(self, core: "Core") -> None:
         self._core = core
-        self._held = False
+        self._stopped_stepping = False
         self._group: WeightGroup | None = None
         self._closed = False
-        self._recording: Recording | None = None
-        self._recorded: str | None = None
+        self._profiler: StepProfiler | None = None
+        self._last_profile: str | None = None
 
     @property
-    def paused(self) -> bool:
-        """Whether steps must wait: an operator said so, or memory that they need is given back."""
-        return self._held or bool(self._released())
+    def halted(self) -> bool:
+        """Whether steps must wait: for `Continue`, or for memory that they need."""
+        runner = self._core.runner
+        return self._stopped_stepping or runner.kv_arena.released or runner.weights_arena.released
 
-    def prepare(self, command: Command) -> Callable[[], Outcome]:
-        """Do what of `verb` has to wait for other processes; return the rest, to be done between two steps.
+    def prepare(self, command: JoinGroup | UpdateWeights) -> Callable[[], Outcome]:
+        """Do what has to wait for other processes; return the rest, to be done between two steps.
 
-        For one verb at a time, on a thread of its own: it touches nothing that a step uses, so that steps go on. Both
-        raise Unsupported, InvalidRequest or EngineFailed.
+        Called for one command at a time, on a thread of its own: it touches nothing that a step uses, so steps go on.
+        Both raise Unsupported, InvalidRequest or EngineFailed.
         """
         match command:
             case JoinGroup():
                 joined = self._join(command)
                 return lambda: joined
             case UpdateWeights():
-                put = self._gather(command.source)
-                return lambda: self._update(put, command.version)
-            case _:
-                return lambda: self._execute(command)
+                replace = self._gather(command.source)
+                return lambda: self._update(replace, command.version)
 
-    def _execute(self, command: Command) -> Outcome:
+    def execute(self, command: Command) -> Outcome:
+        """Execute a command that needs no preparation. Raises Unsupported, InvalidRequest or EngineFailed."""
         match command:
             case ReleaseMemory():
                 return self._release(self._arenas(command.tags))
@@ -74,7 +78,8 @@ class Controls:
             case Pause():
                 return self._pause(command.mode)
             case Continue():
-                return self._continue()
+                self._stopped_stepping = False
+                return Outcome(message="continued")
             case ClearCache():
                 self._core.scheduler.clear()
                 return Outcome(message="the prefix cache is empty")
@@ -84,55 +89,36 @@ class Controls:
                 return self._start_profile(command)
             case StopProfile():
                 return self._stop_profile()
-            case UpdateWeights() | JoinGroup():
-                raise AssertionError("these have been prepared")
             case _:
-                raise Unsupported(f"the torch engine cannot do {command.__struct_config__.tag}")
+                raise Unsupported(f"the torch engine does not execute {command.__struct_config__.tag}")
 
     def after_step(self) -> None:
-        """Count a step of a recording that ends by itself."""
-        if self._recording is not None and self._recording.step():
+        """Count a step of a profile that ends by itself."""
+        if self._profiler is not None and self._profiler.step():
             try:
                 self._stop_profile()
             except EngineFailed as error:
-                log.error("%s", error.message)  # nobody waits for it, and requests go on
+                log.error("%s", error.message)  # no caller waits for it, and requests go on
 
     def close(self) -> None:
-        """Give up what would outlive the engine."""
-        if self._recording is not None:
-            self._recording.discard()
-            self._recording = None
+        """Free what would outlive the engine."""
+        if self._profiler is not None:
+            self._profiler.discard()
+            self._profiler = None
         self._closed = True
-        self._leave_if_of_no_use()
+        self._leave_unusable_group()
         for arena in self._arenas((KV_CACHE, WEIGHTS)).values():
             arena.close()
 
     def _arenas(self, tags: Iterable[str]) -> dict[str, Arena]:
-        """Return what the tags stand for; the cache first, for it has no content that could be lost."""
-        runner = self._core.runner
-        arenas = {KV_CACHE: runner.kv_arena, WEIGHTS: runner.weights_arena}
-        unknown = sorted(set(tags) - arenas.keys())
-        if unknown:
-            raise Unsupported(f"tags: this engine has no {unknown[0]!r}; it has {KV_CACHE} and {WEIGHTS}")
-        if not tags:
-            raise InvalidRequest(f"tags: name at least one of {KV_CACHE} and {WEIGHTS}")
+        """Return the memory of the tags; the cache first, because it has no content that could be lost."""
+        arenas = {KV_CACHE: self._core.runner.kv_arena, WEIGHTS: self._core.runner.weights_arena}
         return {tag: arena for tag, arena in arenas.items() if tag in tags}
-
-    def _released(self) -> tuple[str, ...]:
-        arenas = self._arenas((KV_CACHE, WEIGHTS))
-        return tuple(tag for tag, arena in arenas.items() if arena.released)
-
-    def _memory_outcome(self, what: str, changed: dict[str, Arena]) -> Outcome:
-        nbytes = sum(arena.nbytes for arena in changed.values())
-        message = (
-            f"{what} {' and '.join(changed)}, {nbytes / 1e6:.0f} MB" if changed else f"nothing to do: {what} before"
-        )
-        return Outcome(message=message, released=self._released(), paused=self._held)
 
     def _release(self, arenas: dict[str, Arena]) -> Outcome:
         changed = {tag: arena for tag, arena in arenas.items() if not arena.released}
         if KV_CACHE in changed:
-            self._refuse_during_hand_over()
+            self._refuse_during_handoff()
         if WEIGHTS in changed:  # before the cache: only this can fail
             try:
                 changed[WEIGHTS].release(keep=True)
@@ -142,7 +128,7 @@ class Controls:
             self._core.scheduler.retract_all()
             self._core.scheduler.clear()
             changed[KV_CACHE].release(keep=False)
-        return self._memory_outcome("released", changed)
+        return _memory_outcome("released", changed)
 
     def _resume(self, arenas: dict[str, Arena]) -> Outcome:
         changed = {tag: arena for tag, arena in arenas.items() if arena.released}
@@ -157,52 +143,40 @@ class Controls:
                     changed[KV_CACHE].release(keep=False)
                 raise EngineFailed(f"{tag} cannot be resumed: {error}") from error
         self._core.runner.rebind()
-        return self._memory_outcome("resumed", changed)
+        return _memory_outcome("resumed", changed)
 
     def _pause(self, mode: str) -> Outcome:
-        core, before = self._core, "paused already; " if self._held else "paused; "
-        self._held = True
+        core = self._core
+        self._stopped_stepping = True
         affected = core.running
         if mode == "abort":
             requests = core.requests
             affected = len(requests)
             for request_id in requests:
                 core.fail(request_id, Paused("the engine has been paused"))
-        elif mode == "retract":  # what others read stays where it is
+        elif mode == "retract":  # offered blocks stay where they are
             affected = len({sequence.work.request_id for sequence in core.scheduler.retract_all()})
-        done = {"abort": "ended", "retract": "sent back to the queue", "keep": "kept in place"}[mode]
-        message = f"{before}{affected} requests {done}"
-        return Outcome(message=message, requests=affected, paused=True, released=self._released())
+        return Outcome(message=f"paused; {affected} requests {PAUSED_REQUESTS[mode]}", requests=affected)
 
-    def _continue(self) -> Outcome:
-        before, self._held = self._held, False
-        released = self._released()
-        message = "continued" if before else "nothing to do: not paused"
-        if released:
-            message += f"; requests wait for {' and '.join(released)}"
-        return Outcome(message=message, paused=False, released=released)
-
-    def _refuse_during_hand_over(self) -> None:
-        """Nobody may take away or change what other workers read, or write where they do. Raises InvalidRequest."""
-        if count := self._core.scheduler.handed_over:
+    def _refuse_during_handoff(self) -> None:
+        """Raise InvalidRequest if a transfer may read or write blocks: their content must not change."""
+        if count := self._core.scheduler.in_handoff:
             raise InvalidRequest(
-                f"{count} requests are being handed over to or from other workers; ask again when that is done, which a"
-                " pause with mode abort hastens"
+                f"the KV of {count} requests is in a handoff with other workers; try again later, or pause with mode"
+                " abort first"
             )
 
-    def _gather(self, source: WeightSource) -> Put:
+    def _gather(self, source: WeightSource) -> ReplaceWeights:
         runner = self._core.runner
-        if runner.weights_arena.released:
-            raise InvalidRequest("the weights are released; resume them before an update")
         try:
             return gather(source, runner.parts, runner.config, self._group)
         finally:
-            self._leave_if_of_no_use()
+            self._leave_unusable_group()
 
-    def _update(self, put: Put, version: str) -> Outcome:
-        self._refuse_during_hand_over()
-        count = put()
-        # Keys and values of the old weights are worth nothing now.
+    def _update(self, replace: ReplaceWeights, version: str) -> Outcome:
+        self._refuse_during_handoff()
+        count = replace()
+        # The KV of the old weights cannot be reused.
         self._core.scheduler.retract_all()
         self._core.scheduler.clear()
         return Outcome(message=f"{count} tensors updated", weight_version=version)
@@ -211,7 +185,7 @@ class Controls:
         if self._group is not None:
             raise InvalidRequest(f"group: already in {self._group.name!r}; leave it first")
         self._group = WeightGroup(command, self._core.runner.device)
-        self._leave_if_of_no_use()
+        self._leave_unusable_group()
         return Outcome(message=f"joined {command.group}")
 
     def _leave(self, name: str) -> Outcome:
@@ -221,22 +195,29 @@ class Controls:
         self._group = None
         return Outcome(message=f"left {name}")
 
-    def _leave_if_of_no_use(self) -> None:
+    def _leave_unusable_group(self) -> None:
         if self._group is not None and (self._closed or self._group.broken) and not self._group.receiving:
             self._group.close()
             self._group = None
 
     def _start_profile(self, command: StartProfile) -> Outcome:
-        if self._recording is not None:
-            raise InvalidRequest(f"a profile is being recorded already, to {self._recording.path}")
-        self._recording = Recording(command.directory, command.steps)
-        return Outcome(message="recording", path=str(self._recording.path))
+        if self._profiler is not None:
+            raise InvalidRequest(f"a profile is being recorded already, to {self._profiler.path}")
+        self._profiler = StepProfiler(command.directory, command.steps)
+        return Outcome(message="recording", path=str(self._profiler.path))
 
     def _stop_profile(self) -> Outcome:
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            self._recorded = recording.finish()
-            return Outcome(message="written", path=self._recorded)
-        if self._recorded is None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            self._last_profile = profiler.finish()
+            return Outcome(message="written", path=self._last_profile)
+        if self._last_profile is None:
             raise InvalidRequest("no profile is being recorded")
-        return Outcome(message="nothing to do: the last profile has ended", path=self._recorded)
+        return Outcome(message="nothing to do: the last profile has ended", path=self._last_profile)
+
+
+def _memory_outcome(done: str, changed: dict[str, Arena]) -> Outcome:
+    if not changed:
+        return Outcome(message=f"nothing to do: already {done}")
+    nbytes = sum(arena.nbytes for arena in changed.values())
+    return Outcome(message=f"{done} {' and '.join(changed)}, {nbytes / 1e6:.0f} MB")

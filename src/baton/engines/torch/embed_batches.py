@@ -1,7 +1,7 @@
-"""Which inputs of which requests are embedded together. Pure and synchronous: it never looks at a clock or a tensor.
+"""Chooses which inputs of which requests are embedded together. Pure.
 
-Requests take turns, one input each, so that a large one does not hold up a small one; what was drawn is sorted by
-length, so that little of a batch is padding.
+Requests take turns, one input each, so that a large request does not delay a small one. The inputs that were taken are
+sorted by length, so that little of a batch is padding.
 """
 
 from array import array
@@ -10,62 +10,62 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Ticket:
-    """One request inside the embedder: its inputs, and the vectors that it has so far."""
+class PendingRequest:
+    """One request inside the embedder: its inputs, and the vectors computed so far."""
 
-    __slots__ = ("inputs", "left", "taken", "vectors")
+    __slots__ = ("inputs", "missing", "taken", "vectors")
 
     def __init__(self, inputs: tuple[tuple[int, ...], ...]) -> None:
         self.inputs = inputs
         self.taken = 0
-        self.left = len(inputs)
+        self.missing = len(inputs)
         self.vectors: list[array[float]] = [array("f")] * len(inputs)
 
-    def put(self, place: int, vector: "array[float]") -> bool:
-        """Keep the vector of one input; return whether it was the last that was missing."""
-        self.vectors[place] = vector
-        self.left -= 1
-        return self.left == 0
+    def put(self, position: int, vector: "array[float]") -> bool:
+        """Store the vector of one input; return whether it was the last one missing."""
+        self.vectors[position] = vector
+        self.missing -= 1
+        return self.missing == 0
 
 
-class Piece(NamedTuple):
+class EmbedInput(NamedTuple):
     """One input of one request."""
 
-    ticket: Ticket
-    place: int
+    request: PendingRequest
+    position: int
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What is embedded."""
-        return self.ticket.inputs[self.place]
+        """The tokens to embed."""
+        return self.request.inputs[self.position]
 
 
-def draw(tickets: Iterable[Ticket], budget: int) -> list[Piece]:
-    """Take inputs out of `tickets` in turns until they have `budget` tokens; at least one, if there is one."""
-    waiting = deque(ticket for ticket in tickets if ticket.taken < len(ticket.inputs))
-    pieces: list[Piece] = []
+def take_inputs(requests: Iterable[PendingRequest], budget: int) -> list[EmbedInput]:
+    """Take inputs of `requests` in turns until they have `budget` tokens; at least one, if there is one."""
+    waiting = deque(request for request in requests if request.taken < len(request.inputs))
+    inputs: list[EmbedInput] = []
     tokens = 0
     while waiting and tokens < budget:
-        ticket = waiting.popleft()
-        piece = Piece(ticket, ticket.taken)
-        ticket.taken += 1
-        tokens += len(piece.tokens)
-        pieces.append(piece)
-        if ticket.taken < len(ticket.inputs):
-            waiting.append(ticket)
-    return pieces
+        request = waiting.popleft()
+        taken = EmbedInput(request, request.taken)
+        request.taken += 1
+        tokens += len(taken.tokens)
+        inputs.append(taken)
+        if request.taken < len(request.inputs):
+            waiting.append(request)
+    return inputs
 
 
-def batches(pieces: list[Piece], budget: int) -> list[list[Piece]]:
-    """Sort `pieces` into batches that have, padding included, at most `budget` tokens, or one input each.
+def make_batches(inputs: list[EmbedInput], budget: int) -> list[list[EmbedInput]]:
+    """Sort `inputs` into batches of at most `budget` tokens with padding, or of one input.
 
-    The cheapest batch comes first: a short text does not wait for long ones that were drawn with it.
+    The cheapest batch comes first: a short text does not wait for long ones that were taken with it.
     """
-    made: list[list[Piece]] = []
+    batches: list[list[EmbedInput]] = []
     longest = 0
-    for piece in sorted(pieces, key=lambda piece: -len(piece.tokens)):
-        if not made or longest * (len(made[-1]) + 1) > budget:
-            made.append([])
-            longest = len(piece.tokens)
-        made[-1].append(piece)
-    return made[::-1]
+    for one in sorted(inputs, key=lambda one: -len(one.tokens)):
+        if not batches or longest * (len(batches[-1]) + 1) > budget:
+            batches.append([])
+            longest = len(one.tokens)
+        batches[-1].append(one)
+    return batches[::-1]

@@ -1,48 +1,119 @@
-"""The embedding engine: an encoder in a thread of its own, which embeds what waits, across requests, in batches."""
+"""The embed port over `encoder.py`: a thread embeds the inputs of all waiting requests in batches."""
 
 import asyncio
-import threading
 from array import array
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from baton.config.engines import TorchOptions
-from baton.engines.torch.embed_batches import Piece, Ticket, batches, draw
+from baton.engine_kit.threads import fail, resolve
+from baton.engines.torch.embed_batches import EmbedInput, PendingRequest, make_batches, take_inputs
 from baton.engines.torch.encoder import Encoder
-from baton.errors import BatonError, EngineDead, EngineFailed, InvalidRequest, Unsupported
+from baton.engines.torch.thread import EngineThread
+from baton.errors import BatonError, EngineDead, EngineFailed, Unsupported
 from baton.models.sentence import SentenceLayout, read_layout
 from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import LoadSnapshot, Reading
 
 LOAD_INTERVAL_S = 0.25
-STOP_S = 10.0
-# Drawn at once, to be sorted by length: enough to sort, little enough that a newcomer does not wait long.
+# Taken at once and sorted by length: enough to sort, few enough that a new request does not wait long.
 BATCHES_AT_ONCE = 2
 BATCH_TOKENS = 1024
 MAX_RUNNING = 1024
 
 Vectors = list["array[float]"]
+EndedRequests = list[tuple[PendingRequest, EngineFailed | None]]
+
+
+class EmbedCore:
+    """The encoder and the requests that wait for it: a Stepper (see `thread.py`), one batch a step."""
+
+    def __init__(self, encoder: Encoder, batch_tokens: int) -> None:
+        self.encoder = encoder
+        self.steps = 0
+        self._batch_tokens = batch_tokens
+        self._requests: dict[PendingRequest, None] = {}  # in order of arrival
+        self._batches: list[list[EmbedInput]] = []
+        self._ended: EndedRequests = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether an input waits: a request leaves with its last vector."""
+        return bool(self._requests)
+
+    def add(self, request: PendingRequest) -> None:
+        """Queue a request."""
+        self._requests[request] = None
+
+    def remove(self, request: PendingRequest) -> None:
+        """Forget a request. Idempotent."""
+        self._requests.pop(request, None)
+
+    def step(self) -> None:
+        """Embed one batch. A failure ends its requests; on a GPU it ends the engine."""
+        batch = self._next_batch()
+        if not batch:
+            return
+        self.steps += 1
+        try:
+            vectors = self.encoder.embed([one.tokens for one in batch])
+        except RuntimeError as error:  # what torch raises
+            if not self.encoder.survives_errors:
+                raise
+            self._fail_batch(batch, EngineFailed(f"cannot embed: {error}"))
+            return
+        for one, vector in zip(batch, vectors, strict=True):
+            if one.request.put(one.position, vector):
+                self._end(one.request, None)
+
+    def tick(self) -> None:
+        """See `Stepper.tick`."""
+
+    def take_result(self) -> EndedRequests | None:
+        """See `Stepper.take_result`."""
+        ended, self._ended = self._ended, []
+        return ended or None
+
+    def close(self) -> None:
+        """See `Stepper.close`."""
+
+    def _next_batch(self) -> list[EmbedInput]:
+        """Return the next batch; it is empty if its requests have left."""
+        if not self._batches:
+            inputs = take_inputs(self._requests, BATCHES_AT_ONCE * self._batch_tokens)
+            self._batches = make_batches(inputs, self._batch_tokens)
+        return [one for one in self._batches.pop(0) if one.request in self._requests]
+
+    def _fail_batch(self, batch: list[EmbedInput], failure: EngineFailed) -> None:
+        for request in {one.request for one in batch}:
+            self._end(request, failure)
+
+    def _end(self, request: PendingRequest, failure: EngineFailed | None) -> None:
+        del self._requests[request]
+        self._ended.append((request, failure))
+
+
+class _Running(NamedTuple):
+    """What exists between the end of `start` and `stop`."""
+
+    thread: EngineThread[EmbedCore, EndedRequests]
+    core: EmbedCore
 
 
 class TorchEmbedder:
-    """An Engine (see `ports/engine.py`) for encoders in the sentence-transformers layout."""
+    """An EmbedEngine (see `ports/engine.py`) for encoders in the sentence-transformers layout."""
 
     def __init__(self, options: TorchOptions, directory: Path, name: str) -> None:
         self._options = options
-        self._batch_tokens = options.batch_tokens or BATCH_TOKENS
         self._directory = directory
         self._name = name
-        self._vocabulary = 0
-        self._steps = 0
-        self._dead: BatonError | None = EngineDead("the engine is not running")
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread[EmbedCore, EndedRequests] | None = None
+        self._running: _Running | None = None
+        self._dead: BatonError | None = None
         self._stopped = asyncio.Event()
-        # The event loop adds and takes back; the thread draws, and removes what is done.
-        self._changed = threading.Condition()
-        self._tickets: dict[Ticket, asyncio.Future[Vectors]] = {}
-        self._closing = False
+        self._pending: dict[PendingRequest, asyncio.Future[Vectors]] = {}
 
     @property
     def capabilities(self) -> Capabilities:
@@ -52,15 +123,10 @@ class TorchEmbedder:
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
         layout = await asyncio.to_thread(read_layout, self._directory)
-        loop = asyncio.get_running_loop()
-        started: asyncio.Future[int] = loop.create_future()
-        self._thread = threading.Thread(
-            target=self._run, args=(layout, loop, started), name="baton-embedder", daemon=True
-        )
-        self._thread.start()
-        size = await started
-        self._vocabulary = layout.vocabulary
-        self._dead = None
+        thread: EngineThread[EmbedCore, EndedRequests] = EngineThread(self._deliver, self._on_end)
+        self._thread = thread
+        core = await thread.start("torch-embedder", lambda: self._load_core(layout))
+        self._running = _Running(thread, core)
         return EngineInfo(
             model_name=self._name,
             model_dir=str(self._directory),
@@ -68,30 +134,29 @@ class TorchEmbedder:
             block_size=self._options.block_size,
             total_blocks=0,
             max_running=MAX_RUNNING,
-            embedding_size=size,
+            vocab_size=layout.vocabulary,
+            embedding_size=core.encoder.size,
         )
 
     async def embed(self, work: EmbedWork) -> Vectors:
         """See `EmbedEngine.embed`."""
-        if self._dead is not None:
-            raise self._dead
-        self._refuse_unknown_tokens(work)
-        ticket = Ticket(work.inputs)
-        done: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
+        if self._dead is not None or self._running is None:
+            raise self._dead or EngineDead("the engine is not running")
         if not work.inputs:
             return []
-        with self._changed:
-            self._tickets[ticket] = done
-            self._changed.notify()
+        thread, request = self._running.thread, PendingRequest(work.inputs)
+        done: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
+        self._pending[request] = done
+        thread.submit(lambda core: core.add(request))
         try:
             return await done
         finally:
-            with self._changed:
-                self._tickets.pop(ticket, None)
+            if self._pending.pop(request, None) is not None:
+                thread.submit(lambda core: core.remove(request))
 
     async def execute(self, command: Command) -> Outcome:
         """See `Engine.execute`."""
-        raise Unsupported("an engine that embeds has nothing to control")
+        raise Unsupported(f"the embedder does not execute {command.__struct_config__.tag}")
 
     def metrics(self) -> str:
         """See `Engine.metrics`."""
@@ -99,9 +164,9 @@ class TorchEmbedder:
 
     def progress(self) -> Progress:
         """See `Engine.progress`."""
-        with self._changed:
-            running = sum(ticket.taken > 0 for ticket in self._tickets)
-            return Progress(self._steps, running, len(self._tickets) - running)
+        steps = 0 if self._running is None else self._running.core.steps
+        running = sum(request.taken > 0 for request in self._pending)
+        return Progress(steps, running, len(self._pending) - running)
 
     async def readings(self) -> AsyncGenerator[Reading, None]:
         """See `Engine.readings`."""
@@ -117,91 +182,38 @@ class TorchEmbedder:
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        self._die(EngineDead("the engine has stopped"))
+        self._fail_all(EngineDead("the engine has stopped"))
         self._stopped.set()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            await asyncio.to_thread(thread.join, STOP_S)
+        if self._thread is not None:
+            await self._thread.stop()
+        self._running = None
 
-    def _refuse_unknown_tokens(self, work: EmbedWork) -> None:
-        for place, tokens in enumerate(work.inputs):
-            if not tokens:
-                raise InvalidRequest(f"input[{place}]: there is nothing to embed")
-            for token in (max(tokens), min(tokens)):
-                if not 0 <= token < self._vocabulary:
-                    raise InvalidRequest(
-                        f"input[{place}]: {token} is not a token of this model; it has {self._vocabulary}"
-                    )
-
-    def _die(self, error: BatonError) -> None:
-        """Serve nobody any more; from the event-loop thread."""
-        self._dead = error
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-            waiting = list(self._tickets.values())
-        for done in waiting:
-            _settle(done, error)
-
-    # From here on: in the thread.
-
-    def _run(self, layout: SentenceLayout, loop: asyncio.AbstractEventLoop, started: asyncio.Future[int]) -> None:
+    def _load_core(self, layout: SentenceLayout) -> EmbedCore:
+        """Runs on the thread: loading takes seconds. Raises ConfigError or EngineDead."""
         try:
             encoder = Encoder(self._options, self._directory, layout)
-            _call(loop, _settle, started, encoder.size)
-            while pieces := self._draw():
-                for batch in batches(pieces, self._batch_tokens):
-                    self._embed(encoder, batch, loop)
-        except BaseException as error:  # noqa: BLE001 - told to those who wait; the thread has nobody to raise to
-            problem = error if isinstance(error, BatonError) else EngineDead(f"the embedder failed: {error!r}")
-            _call(loop, _settle, started, problem)
-            _call(loop, self._die, problem)
+        except BatonError:
+            raise
+        except Exception as error:
+            raise EngineDead(f"the embedder failed: {error!r}") from error
+        return EmbedCore(encoder, self._options.batch_tokens or BATCH_TOKENS)
 
-    def _draw(self) -> list[Piece]:
-        """Wait for inputs; return some of them, or none when the engine stops."""
-        with self._changed:
-            while not self._closing:
-                if pieces := draw(self._tickets, BATCHES_AT_ONCE * self._batch_tokens):
-                    return pieces
-                self._changed.wait()
-            return []
-
-    def _embed(self, encoder: Encoder, batch: list[Piece], loop: asyncio.AbstractEventLoop) -> None:
-        with self._changed:
-            wanted = [] if self._closing else [piece for piece in batch if piece.ticket in self._tickets]
-        if not wanted:
-            return
-        try:
-            vectors = encoder.embed([piece.tokens for piece in wanted])
-        except RuntimeError as error:  # what torch raises
-            if not encoder.survives_errors:
-                raise
-            self._finish({piece.ticket: EngineFailed(f"cannot embed: {error}") for piece in wanted}, loop)
-        else:
-            ended = [p.ticket for p, vector in zip(wanted, vectors, strict=True) if p.ticket.put(p.place, vector)]
-            self._finish({ticket: ticket.vectors for ticket in ended}, loop)
-        self._steps += 1
-
-    def _finish(self, ends: dict[Ticket, Vectors | EngineFailed], loop: asyncio.AbstractEventLoop) -> None:
-        with self._changed:
-            futures = [(self._tickets.pop(ticket, None), end) for ticket, end in ends.items()]
-        for done, end in futures:
+    def _deliver(self, ended: EndedRequests) -> None:
+        for request, failure in ended:
+            done = self._pending.pop(request, None)
             if done is not None:
-                _call(loop, _settle, done, end)
+                if failure is None:
+                    resolve(done, request.vectors)
+                else:
+                    fail(done, failure)
 
+    def _on_end(self, problem: BaseException | None) -> None:
+        if problem is not None:
+            self._fail_all(EngineDead(f"the embedder failed: {problem!r}"))
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-    """Call `function` in the event loop, if that still turns."""
-    try:
-        loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:  # it has closed: nobody waits for the answer
-        return
-
-
-def _settle(done: asyncio.Future[Any], end: object) -> None:
-    if done.done():
-        return
-    if isinstance(end, BaseException):
-        done.set_exception(end)
-    else:
-        done.set_result(end)
+    def _fail_all(self, error: BatonError) -> None:
+        """Fail every request; none is accepted after this. The first error stays."""
+        self._dead = self._dead or error
+        pending, self._pending = self._pending, {}
+        for done in pending.values():
+            fail(done, self._dead)

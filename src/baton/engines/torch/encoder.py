@@ -1,4 +1,4 @@
-"""An encoder with its pooling: lists of tokens in, vectors out. One thread uses it."""
+"""An encoder with its pooling: lists of tokens in, vectors out. Used from one thread."""
 
 import os
 from array import array
@@ -14,15 +14,15 @@ from baton.errors import ConfigError
 from baton.models.sentence import Pooling, SentenceLayout
 
 PROBE = (0,)
-# A thread with less than this costs more to wake, on a busy machine many times more, than it gives.
+# Waking a thread for fewer tokens costs more than it saves, on a busy machine many times more.
 TOKENS_PER_THREAD = 128
 
 
 class Encoder:
-    """A sentence-transformers model in memory. Its weights are float32 unless bfloat16 is asked for."""
+    """A sentence-transformers model in memory. Its weights are float32 unless bfloat16 is configured."""
 
     def __init__(self, options: TorchOptions, directory: Path, layout: SentenceLayout) -> None:
-        """Load the model; takes seconds. Raises ConfigError if the device or the weights are not as they should be."""
+        """Load the model, which takes seconds. Raises ConfigError for a missing device or wrong weights."""
         self._threads = options.threads or len(os.sched_getaffinity(0))
         self._layout = layout
         self._device = find_device(options.device)
@@ -30,12 +30,12 @@ class Encoder:
         self._model.to(self._device)
         [probe] = self.embed([PROBE])
         if any(number != number for number in probe):
-            raise ConfigError(f"the weights in {directory} are broken: they give no numbers")
+            raise ConfigError(f"the weights in {directory} are broken: they give NaN")
         self.size = len(probe)
 
     @property
     def survives_errors(self) -> bool:
-        """Whether it can be used after a failed computation: a GPU is left in an unknown state."""
+        """Whether it can be used after a failed computation: a GPU is in an unknown state then."""
         return self._device.type == "cpu"
 
     def embed(self, inputs: Sequence[Sequence[int]]) -> "list[array[float]]":
@@ -55,7 +55,7 @@ class Encoder:
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Return one vector for each row of `hidden` (rows, tokens, size); `mask` (rows, tokens) tells tokens from padding.
+    """Return one vector for each row of `hidden` (rows, tokens, size); `mask` (rows, tokens) is False for padding.
 
     Padding comes after the tokens.
     """
@@ -88,10 +88,12 @@ def _load(directory: Path, dtype: torch.dtype) -> torch.nn.Module:
         model, info = AutoModel.from_pretrained(
             directory, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
-    except Exception as error:  # whatever is wrong with the files, transformers and safetensors have no type for it
+    except Exception as error:  # transformers and safetensors have no common type for bad files
         raise ConfigError(f"cannot load the weights in {directory}: {' '.join(str(error).split())}") from error
     missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
     if missing:
-        raise ConfigError(f"the weights in {directory} are not whole: {missing[0]} and {len(missing) - 1} others miss")
+        raise ConfigError(
+            f"the weights in {directory} are incomplete: {missing[0]} and {len(missing) - 1} others are missing"
+        )
     eager: torch.nn.Module = model.eval()
     return eager

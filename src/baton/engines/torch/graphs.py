@@ -1,7 +1,7 @@
-"""The decode step on a GPU as captured CUDA graphs: one launch a step instead of some thirty for each layer.
+"""The decode step on a GPU as captured CUDA graphs: one launch a step instead of about thirty for each layer.
 
-A graph has one shape, so batches are padded up to powers of two, in rows and in blocks. What the padding rows compute
-goes to a block of the cache that nobody else has.
+A graph has one shape, so batches are padded to powers of two, in rows and in blocks. Padding rows write to a block of
+the cache that no sequence uses.
 """
 
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from baton.engines.torch.models.llama import Decodes, LlamaModel, Step
 
-_LEAST_BLOCKS = 16
+_MIN_BLOCKS = 16
 
 
 class _Graph(NamedTuple):
-    """One captured shape: `inputs` is token, position and block table of each row; replaying fills `logits`."""
+    """One captured shape: `inputs` is token, position and block table of each row; a replay writes `logits`."""
 
     inputs: Tensor
     logits: Tensor
@@ -23,7 +23,7 @@ class _Graph(NamedTuple):
 
 
 class DecodeGraphs:
-    """Decodes like `NativeDecoder`, on a CUDA device. Shapes are captured when they are first met."""
+    """Decodes like `NativeDecoder`, on a CUDA device. A shape is captured on its first use."""
 
     def __init__(self, model: LlamaModel, block: int, spare_block: int, device: torch.device) -> None:
         self._model = model
@@ -36,7 +36,7 @@ class DecodeGraphs:
     def forward(self, tokens: list[int], positions: list[int], tables: list[list[int]]) -> Tensor:
         """Compute one token for each row; return float32 logits, which the next call may overwrite."""
         rows = _at_least(len(tokens), 1)
-        blocks = _at_least(max(positions) // self._block + 1, _LEAST_BLOCKS)
+        blocks = _at_least(max(positions) // self._block + 1, _MIN_BLOCKS)
         graph = self._graphs.get((rows, blocks)) or self._capture(rows, blocks)
         padded = [
             [token, position, *table[:blocks], *[self._spare] * (blocks - len(table))]
@@ -48,7 +48,7 @@ class DecodeGraphs:
         return graph.logits[: len(tokens)]
 
     def forget(self) -> None:
-        """Capture anew from now on: memory has moved."""
+        """Drop every graph, because memory has moved."""
         self._graphs.clear()
         self._pool = None
 
@@ -57,13 +57,13 @@ class DecodeGraphs:
 
     def _capture(self, rows: int, blocks: int) -> _Graph:
         inputs = torch.tensor([self._idle_row(blocks)] * rows, dtype=torch.int64, device=self._device)
-        run_in_thread = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        run_in_thread.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(run_in_thread):  # once for real: libraries set themselves up on first use
+        warmup = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        warmup.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(warmup):  # libraries initialise themselves on first use, which cannot be captured
             self._step(inputs)
-        torch.cuda.current_stream(self._device).wait_stream(run_in_thread)
+        torch.cuda.current_stream(self._device).wait_stream(warmup)
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: others may copy KV meanwhile, on streams of their own.
+        # Errors of this thread only: other threads may copy KV meanwhile, on their own streams.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(inputs)
         self._pool = self._pool or graph.pool()
@@ -76,12 +76,12 @@ class DecodeGraphs:
         slots = (tables.unsqueeze(2) * self._block + offsets).flatten(1)
         mask = torch.arange(slots.shape[1], device=self._device) <= positions.unsqueeze(1)
         here = slots.gather(1, positions.unsqueeze(1)).squeeze(1)
-        # Beyond its position a row reads its first key again: what is not a number elsewhere must not spread.
+        # Beyond its position a row reads its first key again, so that a NaN in unused slots does not spread.
         slots = torch.where(mask, slots, slots[:, :1])
         step = Step(tokens, positions, here, [], Decodes(0, slots, mask[:, None, None, :]))
         return self._model.logits(self._model.forward(step))
 
 
-def _at_least(count: int, least: int) -> int:
-    """Return the smallest power of two that is no less than either."""
-    return max(least, 1 << (count - 1).bit_length())
+def _at_least(count: int, minimum: int) -> int:
+    """Return the smallest power of two that is at least `count`, and at least `minimum`."""
+    return max(minimum, 1 << (count - 1).bit_length())

@@ -1,7 +1,7 @@
-"""Grammars that hold an answer to a shape: compiled by llguidance on threads of their own, followed token by token.
+"""Guided decoding: llguidance compiles grammars on threads of their own and matches them token by token.
 
-A grammar comes from a stranger. Its size, its rules and its references are counted before the library sees it, the
-library's own fuel bounds the rest, and the threads that compile have stacks deep enough for what passes the counts.
+A grammar is untrusted input. Its size, rules and references are limited before the library parses it, the library's own
+limits bound the rest, and the compiling threads have stacks deep enough for what passes.
 """
 
 import contextlib
@@ -10,14 +10,14 @@ import queue
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from baton.engines.torch.plan import Guide
+from baton.engines.torch.sampling_params import Guide
 from baton.errors import BatonError, EngineDead, InvalidRequest, Unsupported
 from baton.protocol.requests import GuidedDecoding
 
@@ -35,18 +35,18 @@ MAX_RULES = 500
 CACHED_GRAMMARS = 32
 
 _THREADS = 2
-# Virtual: a page is real only once the library has recursed into it.
+# Virtual: a page is allocated only when the library recurses into it.
 _STACK_BYTES = 256 * 1024 * 1024
-# Unbounded white space is where a small model likes to stay for good.
+# A small model tends to generate white space without end if it may.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 _BACKENDS = (None, "auto", "guidance", "llguidance")
-_REHEARSED_TOKENS = 8
+_DRY_RUN_TOKENS = 8
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _END = "<|baton:end of grammar|>"
 
 
 class _Vocabulary(NamedTuple):
-    """The tokenizer as the library wants it, and which tokens a grammar may ever use, as a bit set."""
+    """The tokenizer for the library, and the tokens that a grammar may use, as a bit set."""
 
     tokenizer: "LLTokenizer"
     usable: int
@@ -54,15 +54,15 @@ class _Vocabulary(NamedTuple):
 
 
 class GuideCompiler:
-    """Turns what requests ask for into guides. `compile` and `close` are called from any thread and do not block.
+    """Compiles the grammars of requests. `compile` and `close` are called from any thread and do not block.
 
     - `json`: a JSON schema, as an object or as JSON text; `true` or `{}` is any JSON object.
     - `regex`: a whole-match pattern in the syntax of Rust's regex crate: no look-around, no back-references.
-    - `choice`: one of some texts.
+    - `choice`: one of several texts.
     - `grammar`: GBNF as in llama.cpp (`root ::= ...`), or Lark as llguidance extends it (`start: ...`).
 
-    An end token of `eos` may follow exactly where the grammar may end. No other special token is ever allowed, even if
-    a grammar names it, and none that only pads the model's vocabulary.
+    An end token of `eos` is allowed exactly where the grammar may end. No other special token is allowed, even if a
+    grammar names it, and no token that only pads the vocabulary.
     """
 
     def __init__(self, tokenizer_dir: Path, vocab: int, eos: tuple[int, ...]) -> None:
@@ -78,21 +78,21 @@ class GuideCompiler:
         self._closed = False
 
     def compile(self, guided: GuidedDecoding) -> Future[GuideFactory]:
-        """Return what will make fresh guides for `guided`; equal requests are compiled once.
+        """Return a future factory of guides for `guided`; equal requests are compiled once.
 
-        The future is the caller's own: cancelling it harms no other. It fails with InvalidRequest naming the field,
-        with Unsupported for what this engine cannot guide, or with EngineDead after `close`.
+        Each caller has its own future and may cancel it. It fails with InvalidRequest naming the field, with
+        Unsupported for what this engine cannot guide, or with EngineDead after `close`.
         """
-        mine: Future[GuideFactory] = Future()
+        result: Future[GuideFactory] = Future()
         try:
             key = msgspec.json.encode(guided)
         except (TypeError, ValueError, RecursionError) as error:
-            mine.set_exception(InvalidRequest(f"guided_decoding: {error}"))
-            return mine
+            result.set_exception(InvalidRequest(f"guided_decoding: {error}"))
+            return result
         with self._lock:
             if self._closed:
-                mine.set_exception(EngineDead("the engine has stopped"))
-                return mine
+                result.set_exception(EngineDead("the engine has stopped"))
+                return result
             shared = self._cache.get(key)
             if shared is None:
                 shared = Future()
@@ -101,11 +101,11 @@ class GuideCompiler:
             self._cache.move_to_end(key)
             while len(self._cache) > CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
-        shared.add_done_callback(lambda done: _hand_on(done, mine))
-        return mine
+        shared.add_done_callback(lambda done: _copy_result(done, result))
+        return result
 
     def close(self) -> None:
-        """Fail what has not been compiled and let the threads go. Guides that exist go on. Idempotent."""
+        """Fail pending compilations and end the threads. Existing guides stay usable. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -118,14 +118,14 @@ class GuideCompiler:
             _settle(future, EngineDead("the engine has stopped"))
 
     def _start(self, key: bytes, guided: GuidedDecoding, shared: Future[GuideFactory]) -> None:
-        """Queue a compilation. Threads start with the first ones, and end with the process whatever they do."""
+        """Queue a compilation. Threads start on demand and do not keep the process alive."""
 
         def job() -> None:
             _settle(shared, EngineDead("the engine has stopped") if self._closed else self._attempt(key, guided))
 
         if self._threads < _THREADS:
             with _deep_stacks():
-                threading.Thread(target=_work, args=(self._jobs,), name="guides", daemon=True).start()
+                threading.Thread(target=_run_jobs, args=(self._jobs,), name="guides", daemon=True).start()
             self._threads += 1
         self._jobs.put(job)
 
@@ -134,10 +134,10 @@ class GuideCompiler:
             return self._build(guided)
         except BatonError as error:
             problem = error
-        except BaseException as error:  # noqa: BLE001 (a panic of the library is no Exception; this thread has no other caller)
+        except BaseException as error:  # noqa: BLE001 (a panic of the library is no Exception)
             problem = InvalidRequest(f"guided_decoding.{'+'.join(guided.kinds())}: {_brief(str(error))}")
         with self._lock:
-            self._cache.pop(key, None)  # a grammar that failed is not worth its place
+            self._cache.pop(key, None)  # only compiled grammars stay cached
         return problem
 
     def _build(self, guided: GuidedDecoding) -> GuideFactory:
@@ -148,7 +148,7 @@ class GuideCompiler:
             raise Unsupported(f"guided_decoding: llguidance is not installed ({error})") from None
         grammar = _grammar(guided, kind)
         vocabulary = self._read_vocabulary()
-        # A step may burn fuel for some 10 ms; the states of one grammar may fill some 100 MB.
+        # About 10 ms of work per step, and 100 MB for the states of one grammar.
         limits = LLParserLimits(
             initial_lexer_fuel=300_000,
             step_lexer_fuel=100_000,
@@ -164,9 +164,9 @@ class GuideCompiler:
 
         def make() -> Guide:
             with copying:
-                return _Follower(template.deep_copy(), vocabulary, kind)
+                return _GrammarMatcher(template.deep_copy(), vocabulary, kind)
 
-        _rehearse(make())
+        _dry_run(make())
         return make
 
     def _read_vocabulary(self) -> _Vocabulary:
@@ -176,8 +176,8 @@ class GuideCompiler:
             return self._vocabulary
 
 
-class _Follower:
-    """A Guide (see `plan.py`): one walk through a grammar."""
+class _GrammarMatcher:
+    """A Guide (see `sampling_params.py`): one sequence in one grammar."""
 
     __slots__ = ("_kind", "_matcher", "_vocabulary")
 
@@ -206,22 +206,22 @@ class _Follower:
             raise self._problem()
 
     def _problem(self) -> InvalidRequest:
-        return InvalidRequest(f"guided_decoding.{self._kind}: cannot go on: {_brief(self._matcher.get_error())}")
+        return InvalidRequest(f"guided_decoding.{self._kind}: cannot continue: {_brief(self._matcher.get_error())}")
 
 
 def _only_kind(guided: GuidedDecoding) -> str:
     kinds = guided.kinds()
     if len(kinds) != 1:
-        raise InvalidRequest(f"guided_decoding: one shape is needed, not {', '.join(kinds) or 'none'}")
+        raise InvalidRequest(f"guided_decoding: exactly one kind is needed, not {', '.join(kinds) or 'none'}")
     if kinds[0] == "structural_tag":
-        raise Unsupported("guided_decoding.structural_tag: this engine cannot guide its output by tags")
+        raise Unsupported("guided_decoding.structural_tag: this engine does not support structural tags")
     if guided.backend not in _BACKENDS:
         raise Unsupported(f"guided_decoding.backend: {guided.backend[:32]!r} is not in this engine; leave it out")
     return kinds[0]
 
 
 def _grammar(guided: GuidedDecoding, kind: str) -> str:
-    """Return the library's words for what is asked, after checks that cost little."""
+    """Return the library's grammar for `guided`, after cheap checks."""
     from llguidance import LLMatcher
 
     match kind:
@@ -234,7 +234,7 @@ def _grammar(guided: GuidedDecoding, kind: str) -> str:
             return LLMatcher.grammar_from_regex(_bounded(kind, guided.regex or "", MAX_REGEX_BYTES))
         case "choice":
             if not guided.choice:
-                raise InvalidRequest("guided_decoding.choice: there is nothing to choose from")
+                raise InvalidRequest("guided_decoding.choice: the list is empty")
             pattern = _bounded(kind, "|".join(map(re.escape, guided.choice)), MAX_CHOICE_BYTES)
             return LLMatcher.grammar_from_regex(f"(?:{pattern})")
         case _:
@@ -252,17 +252,17 @@ def _schema_text(schema: object) -> str:
     if not isinstance(schema, dict):
         raise InvalidRequest("guided_decoding.json: a schema is an object, or true for any JSON object")
     text = _bounded("json", msgspec.json.encode(schema).decode(), MAX_SCHEMA_BYTES)
-    _count("json", "references", text.count('"$ref"'), MAX_REFERENCES)
+    _limit("json", "references", text.count('"$ref"'), MAX_REFERENCES)
     return text
 
 
 def _lark(grammar: str) -> str:
-    """Return a GBNF grammar as Lark, and a Lark grammar as it is, in the library's wrapping."""
+    """Return a GBNF or Lark grammar in the library's JSON form."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     rules = max(grammar.count("::="), sum(":" in line for line in grammar.splitlines()))
-    _count("grammar", "rules", rules, MAX_RULES)
-    _count("grammar", "references", grammar.count('"$ref"'), MAX_REFERENCES)
+    _limit("grammar", "rules", rules, MAX_RULES)
+    _limit("grammar", "references", grammar.count('"$ref"'), MAX_REFERENCES)
     try:
         lark = gbnf_to_lark(grammar) if _GBNF_RULE.search(grammar) else grammar
     except Exception as error:  # noqa: BLE001 (the converter raises plain Exception, IndexError, RecursionError)
@@ -270,24 +270,24 @@ def _lark(grammar: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
-def _bounded(kind: str, text: str, most: int) -> str:
+def _bounded(kind: str, text: str, max_bytes: int) -> str:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"guided_decoding.{kind}: not text: {error.reason}") from None
-    if size > most:
-        raise InvalidRequest(f"guided_decoding.{kind}: {size} bytes; at most {most} are taken")
+    if size > max_bytes:
+        raise InvalidRequest(f"guided_decoding.{kind}: {size} bytes; at most {max_bytes} are accepted")
     return text
 
 
-def _count(kind: str, what: str, count: int, most: int) -> None:
-    if count > most:
-        raise InvalidRequest(f"guided_decoding.{kind}: {count} {what}; at most {most} are taken")
+def _limit(kind: str, noun: str, count: int, max_count: int) -> None:
+    if count > max_count:
+        raise InvalidRequest(f"guided_decoding.{kind}: {count} {noun}; at most {max_count} are accepted")
 
 
-def _rehearse(guide: Guide) -> None:
-    """Walk a few tokens in, so that a grammar that starts with too much work is refused here and not in a step."""
-    for step in range(_REHEARSED_TOKENS):
+def _dry_run(guide: Guide) -> None:
+    """Match a few tokens, so that a grammar with an expensive start is refused here and not in a step."""
+    for step in range(_DRY_RUN_TOKENS):
         if guide.done:
             return
         allowed = int.from_bytes(guide.mask(), "little")
@@ -296,7 +296,7 @@ def _rehearse(guide: Guide) -> None:
 
 
 def _read_vocabulary(directory: Path, vocab: int, eos: tuple[int, ...]) -> _Vocabulary:
-    """Read the tokenizer. One token is added to it: the end, for models without one; it is never usable."""
+    """Read the tokenizer. For models without an end token one is added, which is never usable."""
     from llguidance import LLTokenizer
     from tokenizers import Tokenizer
 
@@ -309,10 +309,7 @@ def _read_vocabulary(directory: Path, vocab: int, eos: tuple[int, ...]) -> _Voca
     known = set(tokenizer.get_vocab(with_added_tokens=True).values())
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     ends = [token for token in eos if token in known and token < vocab]
-    bits = bytearray((vocab + 7) // 8)
-    for token in (known - special) | set(ends):
-        if token < vocab:
-            bits[token // 8] |= 1 << token % 8
+    bits = _bit_set((known - special) | set(ends), vocab)
     if not ends:
         tokenizer.add_special_tokens([_END])
         ends = [token for token in (tokenizer.token_to_id(_END),) if token is not None]
@@ -321,14 +318,22 @@ def _read_vocabulary(directory: Path, vocab: int, eos: tuple[int, ...]) -> _Voca
     return _Vocabulary(wrapped, int.from_bytes(bits, "little"), len(bits))
 
 
+def _bit_set(tokens: Iterable[int], vocab: int) -> bytearray:
+    bits = bytearray((vocab + 7) // 8)
+    for token in tokens:
+        if token < vocab:
+            bits[token // 8] |= 1 << token % 8
+    return bits
+
+
 def _brief(message: str) -> str:
-    """Return the first lines of a message of the library, which may quote the whole grammar."""
+    """Return the start of a message of the library, which may quote the whole grammar."""
     lines = " ".join(line.strip() for line in message.splitlines() if line.strip() and line != "<non-verbose/>")
     return lines if len(lines) <= 300 else f"{lines[:300]}..."
 
 
 def _settle(future: Future[GuideFactory], result: GuideFactory | BatonError) -> None:
-    """Set the result unless `close`, or the thread that it overtook, has set one."""
+    """Set the result unless `close` or a compiling thread has set one."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(result, BatonError):
             future.set_exception(result)
@@ -336,24 +341,24 @@ def _settle(future: Future[GuideFactory], result: GuideFactory | BatonError) -> 
             future.set_result(result)
 
 
-def _hand_on(done: Future[GuideFactory], mine: Future[GuideFactory]) -> None:
-    if not mine.set_running_or_notify_cancel():
+def _copy_result(done: Future[GuideFactory], result: Future[GuideFactory]) -> None:
+    if not result.set_running_or_notify_cancel():
         return
     error = done.exception()
     if error is not None:
-        mine.set_exception(error)
+        result.set_exception(error)
     else:
-        mine.set_result(done.result())
+        result.set_result(done.result())
 
 
-def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+def _run_jobs(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
 
 
 @contextlib.contextmanager
 def _deep_stacks() -> Iterator[None]:
-    """Give threads that start meanwhile a deep stack; the setting is the process's, and goes back at once."""
+    """Give threads that start in this block a deep stack; the setting is process-wide and restored at once."""
     before = threading.stack_size(_STACK_BYTES)
     try:
         yield

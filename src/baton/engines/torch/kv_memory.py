@@ -1,4 +1,4 @@
-"""The KV cache as others see it: where its blocks lie, and which model they are of."""
+"""The KV cache as peers see it: the addresses of its blocks and the identity of its model."""
 
 import hashlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies
 from baton.engines.torch.weights import meaning
 from baton.ports.transfer import KvMemory, KvShape
 
-# What a block means: keys after their rotation, [token, head, dimension]. Count up when that changes.
+# The content of a block: rotated keys, and values, [token, head, dimension]. Increment when that changes.
 _LAYOUT = 1
 _SAMPLES = 64
 
@@ -18,7 +18,7 @@ _SAMPLES = 64
 def describe_kv(
     config: LlamaConfig, parts: Mapping[str, Tensor], kv: Tensor, block: int, blocks: int, descriptor: int | None
 ) -> KvMemory:
-    """Return what others need to read or write `kv`, which is [layers, 2, slots, KV heads, dimensions]."""
+    """Return what peers need to read or write `kv`, which is [layers, 2, slots, KV heads, dimensions]."""
     layers, two, slots, kv_heads, head_dim = kv.shape
     token_bytes = kv_heads * head_dim * kv.dtype.itemsize
     return KvMemory(
@@ -41,14 +41,14 @@ def describe_kv(
 
 
 def identify(config: LlamaConfig, parts: Mapping[str, Tensor]) -> str:
-    """Return a name for a loaded model, the same on every host and from every directory and split into files.
+    """Return the identity of a loaded model, the same on every host and for every directory and sharding.
 
-    It covers the shape of the model, its positions, and some values of every tensor as they are loaded: another model,
-    and another training of the same one, have another name. Weights that are replaced later do not change it.
+    It covers the shape of the model, its positions, and some values of every tensor as loaded: another model or another
+    training of the same one has another identity. Weights that are replaced later do not change it.
     """
     digest = hashlib.blake2b(digest_size=12)
     frequencies, scale = inverse_frequencies(config)
-    # Powers differ in their last digits from one maths library to the next.
+    # The last digits of powers differ between maths libraries.
     positions = [f"{value:.9g}" for value in (*frequencies, scale)]
     digest.update(msgspec.json.encode([_LAYOUT, meaning(config) | {"positions": positions}]))
     for name in sorted(parts):

@@ -1,4 +1,4 @@
-"""Weights from a model directory into tensors that are there: every name and shape is checked before any copy."""
+"""Loads weights from a model directory into existing tensors. Every name and shape is checked before any copy."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 
 Report = Callable[[int, int], None]
-"""Told how many bytes of how many have been loaded."""
+"""Called with the bytes loaded so far and the total."""
 
 
 class _File(Protocol):
@@ -27,7 +27,7 @@ class _Slice(Protocol):
 
 
 def load_weights(directory: Path, parts: Mapping[str, Tensor], report: Report) -> None:
-    """Fill `parts` from the safetensors files in `directory`; all or nothing, as far as names and shapes can tell.
+    """Fill `parts` from the safetensors files in `directory`; all or nothing for wrong names and shapes.
 
     Raises ConfigError for missing, unknown, misshapen or unreadable tensors.
     """
@@ -49,7 +49,7 @@ def load_weights(directory: Path, parts: Mapping[str, Tensor], report: Report) -
 
 
 def mismatch(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> str | None:
-    """Say how `shapes` differ from what the model has, or None. With `partial` some names may be left out."""
+    """Return how `shapes` differ from the model, or None. With `partial` some names may be missing."""
     for name, shape in shapes.items():
         if name not in parts:
             if not name.endswith(_IGNORED):
@@ -62,7 +62,7 @@ def mismatch(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]],
 
 _TYPES = ("F32", "BF16", "F16")
 
-# Old checkpoints carry rotary tables, and tied ones a second copy of the embedding.
+# Old checkpoints have rotary tables, and tied ones a second copy of the embedding.
 _IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
 
 

@@ -1,8 +1,8 @@
-"""The maths of a step: a batch in, the next token of each sequence out. Knows tensors and nothing of requests.
+"""Computes a step: a batch in, the next token of each sequence out. Knows tensors and nothing of requests.
 
-On a CPU the whole batch runs in the compiled step (`native/`) where there is one. Where torch is the faster one at many
-rows, it computes the prompts, and a step is two passes. On a GPU prompts are torch's, and what decodes is a captured
-graph (`graphs.py`). Elsewhere all of it is torch's.
+On a CPU the native step (`native/`) computes the whole batch, if it can be compiled. On CPUs where torch is faster with
+many rows, torch computes the prompts, and a step is two passes. On a GPU torch computes prompts, and captured graphs
+(`graphs.py`) the decodes. Otherwise torch computes everything.
 """
 
 import logging
@@ -39,14 +39,14 @@ from baton.errors import BatonError, ConfigError
 log = logging.getLogger(__name__)
 
 Sampling = list[tuple[Sequence, Sampled | BatonError]]
-_LOGIT_ROWS = 128  # rows of logits at once when a whole prompt wants them
+_LOGIT_ROWS = 128  # rows of logits at once for the logprobs of a prompt
 
 
 class Runner:
-    """One loaded model with its cache. Used from one thread.
+    """One loaded model with its KV cache. Used from one thread.
 
-    `torch_prompts` says that torch computes prompts even where there is a compiled step; None leaves it to the CPU.
-    With `lends` other processes may be given the cache to read.
+    `torch_prompts` makes torch compute prompts even with a native step; None decides by the CPU. With `exports_kv`
+    other processes can map the KV cache.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Runner:
         self.context = min(options.context or self.config.context, self.config.context)
         self.block = options.block_size
         self.blocks = options.blocks or self._affordable_blocks(options)
-        room = self.blocks + (self.device.type == "cuda")  # one block more, for the padding of captured steps
-        kv_shape = (self.config.layers, 2, room * self.block, self.config.kv_heads, self.config.head_dim)
+        blocks = self.blocks + (self.device.type == "cuda")  # one more, for the padding rows of captured graphs
+        kv_shape = (self.config.layers, 2, blocks * self.block, self.config.kv_heads, self.config.head_dim)
         self.kv_arena = Arena(arena_bytes(kv_shape, self.dtype), self.device, spill_dir, shared=exports_kv)
         self.kv = self.kv_arena.carve(kv_shape, self.dtype)
         self.kv_memory = describe_kv(
@@ -85,7 +85,7 @@ class Runner:
         self._torch_prompts = torch_prompts
 
     def run(self, batch: Batch) -> Sampling:
-        """Compute `batch` and choose the next token of every sequence that has one."""
+        """Compute `batch` and sample the next token of every sequence that has one."""
         for_torch, for_native = self._divided(batch)
         logits: list[Tensor] = []
         sequences: list[Sequence] = []
@@ -93,7 +93,7 @@ class Runner:
             self._use_threads(self.threads)
             sequences += self._run_torch(for_torch, logits)
         if self._native is not None and (for_native.prefills or for_native.decodes):
-            # Threads that torch has used spin for a while, and would be in the way of the next compiled step.
+            # Threads that torch has used spin for a while, and would slow down the native step.
             self._use_threads(1)
             sequences += self._run_native(self._native, for_native, logits)
         if self._graphs is not None and batch.decodes:
@@ -104,7 +104,7 @@ class Runner:
         return list(zip(sequences, sample(scores, sequences), strict=True))
 
     def settle(self) -> None:
-        """Return when all KV that has been computed is in memory: a GPU may still be at it after a step."""
+        """Return when all computed KV is in memory: a GPU may still be computing after a step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -120,7 +120,7 @@ class Runner:
             torch.set_num_threads(count)
 
     def _divided(self, batch: Batch) -> tuple[Batch, Batch]:
-        """Return what torch computes of a batch, and what the compiled step does. Captured steps are beside both."""
+        """Return what torch computes of a batch, and what the native step does. Captured graphs compute the rest."""
         if self._graphs is not None:
             return Batch(batch.prefills, []), Batch([], [])
         if self._native is None:
@@ -140,17 +140,17 @@ class Runner:
 
     def _run_native(self, native: NativeDecoder, batch: Batch, logits: list[Tensor]) -> list[Sequence]:
         """As `_run_torch`."""
-        pieces = [_piece(chunk) for chunk in (*batch.prefills, *batch.decodes)]
+        chunks = [_rows(chunk) for chunk in (*batch.prefills, *batch.decodes)]
         if not batch.prefills:
-            logits.append(native.forward(pieces))
+            logits.append(native.forward(chunks))
             return [chunk.sequence for chunk in batch.decodes]
         rows, sequences = _rows_to_sample(batch)
         if any(chunk.sequence.scored for chunk in batch.prefills):
-            native.forward(pieces, [])
+            native.forward(chunks, [])
             self._score_prompts(batch.prefills, lambda rows: native.score(list(rows)))
             logits.append(native.score(rows))
         else:
-            logits.append(native.forward(pieces, rows))
+            logits.append(native.forward(chunks, rows))
         return sequences
 
     def _run_graphs(self, graphs: DecodeGraphs, decodes: list[Chunk], logits: list[Tensor]) -> list[Sequence]:
@@ -188,7 +188,7 @@ class Runner:
     def _decodes(self, first: int, decodes: list[Chunk]) -> Decodes:
         longest = max(chunk.start for chunk in decodes) + 1
         places = [self._slots(chunk.sequence.blocks, chunk.start + 1) for chunk in decodes]
-        # Padding repeats a row of the sequence's own: masked or not, what is not a number there would spread.
+        # Padding repeats a slot of the same sequence: a NaN elsewhere would spread even through the mask.
         padded = [row + row[:1] * (longest - len(row)) for row in places]
         lengths = self._tensor([len(row) for row in places])
         mask = torch.arange(longest, device=self.device) < lengths.unsqueeze(1)
@@ -200,18 +200,11 @@ class Runner:
         return [slot for block in blocks for slot in range(block * size, block * size + size)][:stop]
 
     def _score_prompts(self, prefills: list[Chunk], logits_of: Callable[[range], Tensor]) -> None:
-        """Keep log-probabilities of the prompt for those who asked: the row of a token scores the next one."""
+        """Store the logprobs of prompts for requests that want them: the row of a token scores the next one."""
         first = 0
         for chunk in prefills:
-            sequence, top = chunk.sequence, chunk.sequence.plan.prompt_logprobs
-            if top is not None and sequence.scored:
-                if chunk.start == 0:
-                    sequence.prompt_logprobs.clear()
-                stop = min(chunk.start + chunk.length, sequence.prompt_length - 1)
-                for start in range(chunk.start, stop, _LOGIT_ROWS):
-                    end = min(start + _LOGIT_ROWS, stop)
-                    logits = logits_of(range(first + start - chunk.start, first + end - chunk.start))
-                    sequence.prompt_logprobs.append(prompt_logprobs(logits, sequence.tokens[start + 1 : end + 1], top))
+            if chunk.sequence.scored:
+                _score_chunk(chunk, first - chunk.start, logits_of)
             first += chunk.length
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
@@ -230,18 +223,18 @@ class Runner:
         return self.kv.view(layers, two, self.blocks, self.block, heads, size)
 
     def _affordable_blocks(self, options: TorchOptions) -> int:
-        """Return how many blocks fit the share of free memory; never more than everything that may run can fill."""
+        """Return how many blocks fit the share of free memory; at most what `max_running` requests can fill."""
         config = self.config
         block_bytes = config.layers * 2 * self.block * config.kv_size * self.dtype.itemsize
-        most = options.max_running * -(-self.context // self.block)
-        blocks = min(most, int(available_bytes(self.device) * options.kv_memory_fraction) // block_bytes)
+        useful = options.max_running * -(-self.context // self.block)
+        blocks = min(useful, int(available_bytes(self.device) * options.kv_memory_fraction) // block_bytes)
         if blocks < 1:
             raise ConfigError("there is no memory left for the KV cache; lower --torch-context or --torch-max-running")
         return blocks
 
 
 def _carve(config: LlamaConfig, dtype: torch.dtype, device: torch.device, spill_dir: Path) -> tuple[Arena, Weights]:
-    """Return room for the weights, and the weights in it, without content."""
+    """Return the memory for the weights, and the weights in it, without content."""
     sizes: list[int] = []
 
     def measure(shape: tuple[int, ...]) -> Tensor:
@@ -252,6 +245,18 @@ def _carve(config: LlamaConfig, dtype: torch.dtype, device: torch.device, spill_
     arena = Arena(sum(sizes), device, spill_dir, dense=True)
     carve: Callable[[tuple[int, ...]], Tensor] = lambda shape: arena.carve(shape, dtype)  # noqa: E731
     return arena, carve_weights(config, carve)
+
+
+def _score_chunk(chunk: Chunk, offset: int, logits_of: Callable[[range], Tensor]) -> None:
+    """Add the logprobs of one chunk of a prompt; row `offset + position` of the step belongs to `position`."""
+    sequence, top = chunk.sequence, chunk.sequence.params.prompt_logprobs or 0
+    if chunk.start == 0:
+        sequence.prompt_logprobs.clear()
+    stop = min(chunk.start + chunk.length, sequence.prompt_length - 1)
+    for start in range(chunk.start, stop, _LOGIT_ROWS):
+        end = min(start + _LOGIT_ROWS, stop)
+        logits = logits_of(range(offset + start, offset + end))
+        sequence.prompt_logprobs.append(prompt_logprobs(logits, sequence.tokens[start + 1 : end + 1], top))
 
 
 def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
@@ -267,6 +272,6 @@ def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
     return rows, sequences
 
 
-def _piece(chunk: Chunk) -> Rows:
+def _rows(chunk: Chunk) -> Rows:
     sequence, start, length = chunk
     return Rows(sequence.tokens[start : start + length], start, sequence.blocks)

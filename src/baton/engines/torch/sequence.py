@@ -1,4 +1,4 @@
-"""One choice of one request inside the engine: its tokens, its blocks, how far it has been computed."""
+"""One choice of one request inside the engine: its tokens, its blocks, and how far it is computed. Knows no torch."""
 
 import enum
 from typing import TYPE_CHECKING
@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 from baton.engine_kit.block_hash import block_hash, root_hash
 from baton.ports.engine import Work
 from baton.protocol.handoff import Consume, Produce
-from baton.protocol.outputs import Logprobs
+from baton.protocol.outputs import KvComputed, KvWanted, Logprobs
 
 if TYPE_CHECKING:
-    from baton.engines.torch.plan import Guide, SamplingPlan
+    from baton.engines.torch.sampling_params import Guide, SamplingParams
 
 
 class Phase(enum.Enum):
-    """Where a sequence is. WAITING and RUNNING alternate when it is preempted."""
+    """The state of a sequence. WAITING and RUNNING alternate when it is preempted."""
 
     HELD = "held"  # waits for its grammar, or for the first choice of its request
     WAITING = "waiting"
-    RECEIVING = "receiving"  # others write the KV of its prompt into its blocks
+    RECEIVING = "receiving"  # the KV of its prompt is being written into its blocks by a transfer
     RUNNING = "running"
-    LENT = "lent"  # computed no further; others read or write its blocks until it is aborted
+    OFFERED = "offered"  # computed no further; a transfer may read or write its blocks until it is aborted
     ENDED = "ended"
 
 
@@ -29,10 +29,10 @@ class Sequence:
         tokens    [ prompt .............. | generated ...... ]
         computed  [ KV is in the cache ....... )               never past the last token: that one is fed next
         blocks    [ 0 ][ 1 ][ 2 ]...                           cover at least `computed` tokens
-        hashes    [ 0 ][ 1 ]                                   names of full blocks, as far as they are known
-        told      [ 0 ][ 1 ]                                   so many blocks may be read by others: they do not change
+        hashes    [ 0 ][ 1 ]                                   hashes of full blocks, as far as they are computed
+        offered   [ 0 ][ 1 ]                                   number of blocks that peers may read: they are final
 
-    A preempted sequence keeps its tokens and computes them again. One that others read from is never preempted.
+    A preempted sequence keeps its tokens and computes them again. One with offered blocks is never preempted.
     """
 
     __slots__ = (
@@ -46,21 +46,21 @@ class Sequence:
         "guide",
         "hashes",
         "index",
+        "offered",
+        "params",
         "phase",
-        "plan",
         "produces",
         "prompt_length",
         "prompt_logprobs",
         "sampling_state",
         "tokens",
-        "told",
         "work",
     )
 
-    def __init__(self, work: Work, index: int, plan: "SamplingPlan", arrival: int) -> None:
+    def __init__(self, work: Work, index: int, params: "SamplingParams", arrival: int) -> None:
         self.work = work
         self.index = index
-        self.plan = plan
+        self.params = params
         self.guide: Guide | None = None
         self.group: list[Sequence] = [self]
         self.arrival = arrival
@@ -71,22 +71,22 @@ class Sequence:
         self.hashes: list[int] = []
         self.computed = 0
         self.committed = 0
-        self.cached_tokens = self.prompt_length  # until it is admitted, when it is known how much of it is here
-        self.told = 0
+        self.cached_tokens = self.prompt_length  # lowered when it is admitted and the cache is searched
+        self.offered = 0
         self.produces = isinstance(work.handoff, Produce)
-        # The later choices find the prompt of the first; a prompt that is scored has to be computed.
-        self.consumes = isinstance(work.handoff, Consume) and index == 0 and plan.prompt_logprobs is None
+        # Later choices reuse the prompt of the first; a prompt with log-probabilities has to be computed.
+        self.consumes = isinstance(work.handoff, Consume) and index == 0 and params.prompt_logprobs is None
         self.prompt_logprobs: list[Logprobs] = []
         self.sampling_state: object = None
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """The order of service: smaller goes first. A higher priority wins, then who came earlier."""
+        """The order of service, smallest first: by higher priority, then by earlier arrival."""
         return (-self.work.priority, self.arrival, self.index)
 
     @property
     def generated(self) -> int:
-        """How many tokens have been made."""
+        """How many tokens have been generated."""
         return len(self.tokens) - self.prompt_length
 
     @property
@@ -96,14 +96,33 @@ class Sequence:
 
     @property
     def scored(self) -> bool:
-        """Whether every token of the prompt is still to be scored; later choices share what the first one found."""
-        return self.plan.prompt_logprobs is not None and not self.index and not self.generated
+        """Whether the prompt still needs log-probabilities; later choices share those of the first."""
+        return self.params.prompt_logprobs is not None and not self.index and not self.generated
 
     def hashes_of_full_blocks(self, size: int) -> list[int]:
-        """Return the names of all full blocks of the tokens so far; known ones are not computed again."""
+        """Return the hashes of all full blocks of the tokens so far; known ones are not computed again."""
         hashes = self.hashes
         parent = hashes[-1] if hashes else root_hash(self.work.cache_salt)
         for start in range(len(hashes) * size, len(self.tokens) - size + 1, size):
             parent = block_hash(parent, self.tokens[start : start + size])
             hashes.append(parent)
         return hashes
+
+    def take_computed_blocks(self, size: int) -> KvComputed | None:
+        """Return the blocks that have become final since the last call, if any: from now on they do not change.
+
+        A full block keeps its number once it has been committed; the last one is final with the whole prompt, because
+        nothing is written after that.
+        """
+        complete = self.computed >= self.prompt_length
+        final = len(self.blocks) if complete else self.computed // size
+        blocks = tuple(self.blocks[self.offered : final])
+        if not blocks:
+            return None
+        self.offered = final
+        return KvComputed(blocks, complete, self.cached_tokens)
+
+    def wanted_blocks(self, size: int) -> KvWanted:
+        """Return the blocks of a receiving sequence whose KV is missing."""
+        first = self.computed // size
+        return KvWanted(first, tuple(self.blocks[first:]))

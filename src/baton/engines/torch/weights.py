@@ -1,4 +1,4 @@
-"""New weights for a running model, from wherever they come. Everything is checked before the first byte is replaced."""
+"""New weights for a running model, from any source. Everything is checked before the first byte is replaced."""
 
 import math
 import mmap
@@ -33,12 +33,12 @@ from baton.protocol.commands import (
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Parts = Mapping[str, Tensor]
-Put = Callable[[], int]
-"""Replaces weights between two steps; returns how many tensors."""
+ReplaceWeights = Callable[[], int]
+"""Replaces weights between two steps; returns the number of tensors."""
 
 
 class WeightGroup:
-    """This process's place in the one process group that weights are broadcast through."""
+    """This process as a member of the process group through which weights are broadcast."""
 
     def __init__(self, command: JoinGroup, device: torch.device) -> None:
         self.name = command.group
@@ -59,12 +59,12 @@ class WeightGroup:
                 timeout=timedelta(seconds=command.timeout_s),
             )
         except (RuntimeError, ValueError, OSError) as error:
-            # torch numbers the groups that a process has asked for, and meets only those with the same number.
+            # torch counts the groups of a process, and only connects groups of the same number.
             distributed_c10d._world.group_count = 0
-            raise EngineFailed(f"the group {command.group} did not come together: {_first_line(error)}") from error
+            raise EngineFailed(f"the group {command.group} could not be joined: {_first_line(error)}") from error
 
     def receive(self, specs: tuple[TensorSpec, ...], timeout_s: float) -> dict[str, Tensor]:
-        """Return the next tensors that rank 0 broadcasts. A group that has failed once is of no more use."""
+        """Return the next tensors that rank 0 broadcasts. A group that has failed once is broken."""
         deadline = time.monotonic() + timeout_s
         tensors: dict[str, Tensor] = {}
         self.receiving = True
@@ -75,7 +75,7 @@ class WeightGroup:
             except RuntimeError as error:
                 self.broken, self.receiving = True, False
                 raise EngineFailed(
-                    f"{spec.name} did not arrive through the group {self.name}, which has been left; join it again:"
+                    f"{spec.name} was not received from the group {self.name}, which has been left; join it again:"
                     f" {_first_line(error)}"
                 ) from error
             tensors[spec.name] = tensor
@@ -88,8 +88,8 @@ class WeightGroup:
 
 
 def _broadcast(tensor: Tensor, timeout: timedelta) -> None:
-    """Receive from rank 0. The time limit is the operation's own: one that only the waiting had would leave it to run,
-    and the group could not be left before it had ended."""
+    """Receive from rank 0. The timeout belongs to the operation: with a timeout of the wait only, the operation would
+    keep running, and the group could not be left before its end."""
     group = dist.group.WORLD
     assert group is not None
     options = dist.BroadcastOptions()
@@ -97,17 +97,17 @@ def _broadcast(tensor: Tensor, timeout: timedelta) -> None:
     group.broadcast([tensor], options).wait(timeout)
 
 
-def gather(source: WeightSource, parts: Parts, config: LlamaConfig, group: WeightGroup | None) -> Put:
-    """Check what the source names and wait for what has to arrive, on any thread; return what puts it in place.
+def gather(source: WeightSource, parts: Parts, config: LlamaConfig, group: WeightGroup | None) -> ReplaceWeights:
+    """Check the source and receive its tensors, on any thread; return a function that replaces the weights.
 
-    Both raise InvalidRequest for what does not fit the model and EngineFailed for what did not arrive, and then not one
-    tensor has been replaced.
+    Both raise InvalidRequest for tensors that do not fit the model and EngineFailed for those that did not arrive; then
+    no tensor has been replaced.
     """
     if isinstance(source, FromDisk):
         directory = Path(source.path).expanduser()
         return lambda: _from_disk(directory, parts, config)
     if isinstance(source, FromIpc):
-        raise Unsupported("source: the torch engine has no GPU memory in common with other processes")
+        raise Unsupported("source: the torch engine shares no GPU memory with other processes")
     _check(source.tensors, parts)
     match source:
         case FromTensors():
@@ -135,7 +135,7 @@ def _from_disk(directory: Path, parts: Parts, config: LlamaConfig) -> int:
 
 
 def _compare(found: LlamaConfig, config: LlamaConfig, directory: Path) -> None:
-    """Weights of equal shapes can still be those of another model."""
+    """Raise InvalidRequest if the configs differ: weights of equal shapes can belong to another model."""
     theirs, ours = (meaning(value) for value in (found, config))
     differing = [field for field, value in ours.items() if theirs[field] != value]
     if differing:
@@ -143,7 +143,7 @@ def _compare(found: LlamaConfig, config: LlamaConfig, directory: Path) -> None:
 
 
 def meaning(config: LlamaConfig) -> dict[str, object]:
-    """Return what matters to weights: not how long the context is, nor how the positions are written down."""
+    """Return the fields that define the meaning of weights, without context length and notation of positions."""
     fields = {**msgspec.structs.asdict(config), "positions": inverse_frequencies(config)}
     return {field: value for field, value in fields.items() if field not in ("context", "theta", "rope")}
 
@@ -182,10 +182,10 @@ def _shared(spec: SharedTensor, memory: mmap.mmap) -> Tensor:
     if spec.offset + _nbytes(spec) > len(memory):
         raise InvalidRequest(f"tensors: {spec.name} lies beyond the segment's {len(memory)} bytes")
     if spec.offset % dtype.itemsize:
-        raise InvalidRequest(f"tensors: {spec.name} starts at {spec.offset}, which its type cannot")
+        raise InvalidRequest(f"tensors: {spec.name} starts at {spec.offset}, which is not aligned to its dtype")
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(spec.shape), offset=spec.offset).view(spec.shape)
 
 
 def _first_line(error: Exception) -> str:
-    """torch adds its own call stack to some messages."""
+    """Return the first line: torch adds its call stack to some messages."""
     return str(error).partition("\n")[0]

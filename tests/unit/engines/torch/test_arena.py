@@ -36,7 +36,7 @@ def test_tensors_of_an_arena_do_not_overlap_and_start_zeroed(tmp_path: Path) -> 
     assert (second.data_ptr() - first.data_ptr()) % 64 == 0
 
 
-def test_released_memory_leaves_the_process_and_kept_content_comes_back(tmp_path: Path) -> None:
+def test_released_memory_leaves_the_process_and_kept_content_is_restored(tmp_path: Path) -> None:
     size = 200 * MEGABYTE
     arena = Arena(size, CPU, tmp_path)
     tensor = arena.carve((size // 4,), torch.float32)
@@ -49,7 +49,7 @@ def test_released_memory_leaves_the_process_and_kept_content_comes_back(tmp_path
     assert bool((tensor == torch.arange(size // 4)).all())
 
 
-def test_content_that_is_not_kept_comes_back_zeroed_and_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
+def test_content_that_is_not_kept_is_zero_and_uses_no_memory_before_access(tmp_path: Path) -> None:
     size = 200 * MEGABYTE
     arena = Arena(size, CPU, tmp_path)
     tensor = arena.carve((size,), torch.uint8)
@@ -74,7 +74,7 @@ def test_releasing_and_resuming_twice_changes_nothing(tmp_path: Path) -> None:
     assert second.tolist() == [[7] * 5] * 3
 
 
-def test_memory_can_be_released_again_and_again(tmp_path: Path) -> None:
+def test_memory_can_be_released_repeatedly(tmp_path: Path) -> None:
     arena, first, _ = filled(tmp_path)
     descriptors = len(os.listdir("/proc/self/fd"))
     for turn in range(5):
@@ -85,7 +85,7 @@ def test_memory_can_be_released_again_and_again(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_weights_that_cannot_be_kept_stay_where_they_are(tmp_path: Path) -> None:
+def test_content_that_cannot_be_kept_is_not_released(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     arena, first, _ = filled(file / "spill")
@@ -95,7 +95,7 @@ def test_weights_that_cannot_be_kept_stay_where_they_are(tmp_path: Path) -> None
     assert first.tolist() == list(range(1000))
 
 
-def test_an_arena_that_is_closed_while_released_forgets_its_file(tmp_path: Path) -> None:
+def test_closing_a_released_arena_closes_its_file(tmp_path: Path) -> None:
     arena, _, _ = filled(tmp_path)
     descriptors = len(os.listdir("/proc/self/fd"))
     arena.release(keep=True)
@@ -104,7 +104,7 @@ def test_an_arena_that_is_closed_while_released_forgets_its_file(tmp_path: Path)
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_shared_memory_is_seen_through_its_descriptor_and_has_one_length_for_good(tmp_path: Path) -> None:
+def test_shared_memory_can_be_mapped_by_its_descriptor_and_has_a_fixed_length(tmp_path: Path) -> None:
     arena = Arena(2 * MEGABYTE, CPU, tmp_path, shared=True)
     tensor = arena.carve((2 * MEGABYTE,), torch.uint8)
     assert arena.descriptor is not None
@@ -120,7 +120,7 @@ def test_shared_memory_is_seen_through_its_descriptor_and_has_one_length_for_goo
     arena.close()
 
 
-def test_released_shared_memory_leaves_the_machine_and_comes_back_zeroed_in_the_same_place(tmp_path: Path) -> None:
+def test_released_shared_memory_is_freed_and_zero_at_the_same_address_after_resume(tmp_path: Path) -> None:
     size = 100 * MEGABYTE
     arena = Arena(size, CPU, tmp_path, shared=True)
     tensor = arena.carve((size,), torch.uint8)
@@ -140,7 +140,7 @@ def test_released_shared_memory_leaves_the_machine_and_comes_back_zeroed_in_the_
     arena.close()
 
 
-def test_a_shared_arena_that_is_closed_keeps_its_tensors_and_no_descriptor(tmp_path: Path) -> None:
+def test_a_closed_shared_arena_keeps_its_tensors_and_no_descriptor(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     arena = Arena(MEGABYTE, CPU, tmp_path, shared=True)
     tensor = arena.carve((MEGABYTE,), torch.uint8)
@@ -155,5 +155,5 @@ def test_a_shared_arena_that_is_closed_keeps_its_tensors_and_no_descriptor(tmp_p
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_memory_can_be_had_on_this_machine() -> None:
+def test_available_bytes_is_positive_on_this_machine() -> None:
     assert available_bytes(CPU) > 0

@@ -25,7 +25,7 @@ def write(directory: Path, **changes: object) -> Path:
     return directory
 
 
-def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path: Path) -> None:
+def test_missing_fields_have_the_defaults_of_transformers(tmp_path: Path) -> None:
     config = read_llama_config(write(tmp_path, head_dim=None, num_key_value_heads=None))
     assert (config.head_dim, config.kv_heads, config.theta, config.tied) == (8, 6, 10000.0, False)
 
@@ -34,7 +34,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path: Path) -> 
     "changes",
     [{"architectures": ["GPT2LMHeadModel"]}, {"architectures": None, "model_type": "gpt2"}, {"architectures": None}],
 )
-def test_an_architecture_that_is_not_offered_is_named_with_those_that_are(
+def test_an_unsupported_architecture_is_named_with_the_supported_ones(
     tmp_path: Path, changes: dict[str, object]
 ) -> None:
     with pytest.raises(ConfigError, match=r"GPT2LMHeadModel|gpt2|unknown") as refusal:
@@ -62,15 +62,13 @@ def test_an_architecture_that_is_not_offered_is_named_with_those_that_are(
     ],
     ids=str,
 )
-def test_what_the_engine_would_get_wrong_is_refused_by_name(
-    tmp_path: Path, changes: dict[str, object], words: str
-) -> None:
+def test_unsupported_options_are_refused_by_name(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_llama_config(write(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "null"])
-def test_a_config_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+def test_an_unreadable_config_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_llama_config(tmp_path)

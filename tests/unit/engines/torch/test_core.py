@@ -1,4 +1,4 @@
-"""The engine's thread from the inside, with a runner that fails when it is told to."""
+"""Core with a runner that fails on demand."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -8,9 +8,9 @@ import pytest
 from baton.config.engines import TorchOptions
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.core import MAX_FAILED_STEPS, Core
-from baton.engines.torch.plan import make_plan
 from baton.engines.torch.runner import Runner, Sampling
 from baton.engines.torch.sampler import Sampled
+from baton.engines.torch.sampling_params import make_sampling_params
 from baton.engines.torch.scheduler import Batch, Scheduler
 from baton.engines.torch.sequence import Sequence
 from baton.errors import BatonError, EngineDead, EngineFailed
@@ -24,7 +24,7 @@ CONSUME = Consume(source=Bootstrap(host="elsewhere", port=1, room=1))
 
 
 class PlannedRunner:
-    """Says token 7 to everybody, but for what it has been told to do."""
+    """Samples token 7 for every sequence, or fails as configured."""
 
     def __init__(self) -> None:
         self.blocks = 32
@@ -32,7 +32,7 @@ class PlannedRunner:
         self.weights_arena = self.kv_arena = SimpleNamespace(released=False)
         self.failing = False
         self.settled = 0
-        self.sick: dict[str, BatonError] = {}
+        self.errors: dict[str, BatonError] = {}
 
     def settle(self) -> None:
         self.settled += 1
@@ -41,7 +41,9 @@ class PlannedRunner:
         if self.failing:
             raise RuntimeError("broken on purpose")
         chunks = [chunk for chunk in (*batch.prefills, *batch.decodes) if chunk.last]
-        return [(chunk.sequence, self.sick.get(chunk.sequence.work.request_id) or Sampled(7, None)) for chunk in chunks]
+        return [
+            (chunk.sequence, self.errors.get(chunk.sequence.work.request_id) or Sampled(7, None)) for chunk in chunks
+        ]
 
 
 def make_core() -> tuple[Core, PlannedRunner]:
@@ -53,21 +55,21 @@ def request(
     name: str, tokens: int = 3, choices: int = 1, handoff: Handoff | None = None, first: int = 1
 ) -> list[Sequence]:
     work = Work(request_id=RequestId(name), token_ids=(first, 2, 3, 4, 5), max_tokens=tokens, handoff=handoff)
-    plan = make_plan(work, 0, SamplingDefaults(), 100)
+    plan = make_sampling_params(work, SamplingDefaults(), 100)
     return [Sequence(work, index, plan, 0) for index in range(choices)]
 
 
 def finish(core: Core) -> list[str]:
-    """Step to the end; return what happened to whom."""
-    seen = []
+    """Step to the end; return how each request ended."""
+    ends = []
     while core.busy:
         core.step()
-        news = core.take_news()
-        if news is not None:
-            seen += [f"{made.request_id}.{made.choice} {made.finished.reason}" for made in news.made if made.finished]
-            seen += [f"{failed.request_id} {failed.error.code}" for failed in news.failed]
+        result = core.take_result()
+        if result is not None:
+            ends += [f"{one.request_id}.{one.choice} {one.finished.reason}" for one in result.sampled if one.finished]
+            ends += [f"{failed.request_id} {failed.error.code}" for failed in result.failed]
     assert core.scheduler.pool.used == 0
-    return seen
+    return ends
 
 
 def test_a_step_that_fails_ends_the_requests_in_it_and_no_others() -> None:
@@ -80,7 +82,7 @@ def test_a_step_that_fails_ends_the_requests_in_it_and_no_others() -> None:
     assert finish(core) == ["a engine_failed", "b.0 length"]
 
 
-def test_steps_that_fail_again_and_again_are_fatal() -> None:
+def test_too_many_failed_steps_in_a_row_are_fatal() -> None:
     core, runner = make_core()
     runner.failing = True
     for number in range(MAX_FAILED_STEPS - 1):
@@ -91,7 +93,7 @@ def test_steps_that_fail_again_and_again_are_fatal() -> None:
         core.step()
 
 
-def test_a_step_that_works_forgives_the_failures_before_it() -> None:
+def test_a_successful_step_resets_the_count_of_failed_steps() -> None:
     core, runner = make_core()
     for number in range(2 * MAX_FAILED_STEPS):
         core.add(request(f"bad{number}"))
@@ -102,15 +104,15 @@ def test_a_step_that_works_forgives_the_failures_before_it() -> None:
         finish(core)
 
 
-def test_a_token_that_cannot_be_chosen_ends_every_choice_of_its_request_only() -> None:
+def test_a_token_that_cannot_be_sampled_ends_every_choice_of_its_request_only() -> None:
     core, runner = make_core()
-    runner.sick["a"] = EngineFailed("no numbers")
+    runner.errors["a"] = EngineFailed("no numbers")
     core.add(request("a", choices=3))
     core.add(request("b"))
     assert finish(core) == ["a engine_failed", "b.0 length"]
 
 
-def test_choices_follow_when_the_first_has_computed_the_prompt() -> None:
+def test_later_choices_start_when_the_first_has_computed_the_prompt() -> None:
     core, _ = make_core()
     choices = request("a", choices=3)
     core.add(choices)
@@ -133,45 +135,45 @@ def test_an_aborted_request_frees_every_choice() -> None:
     assert core.load().running == core.load().waiting == 0
 
 
-def test_a_lent_request_is_told_ended_and_held_until_it_is_aborted() -> None:
+def test_an_offered_request_has_ended_and_keeps_its_blocks_until_it_is_aborted() -> None:
     core, runner = make_core()
     (sequence,) = request("a", tokens=1, handoff=Produce())
     core.add([sequence])
     core.step()
-    assert runner.settled == 1, "what is told is there"
-    news = core.take_news()
-    assert news is not None
-    assert news.handed_over == [("a", KvComputed(tuple(sequence.blocks), complete=True))]
-    assert [made.finished is not None for made in news.made] == [True]
+    assert runner.settled == 1, "offered KV is in memory"
+    result = core.take_result()
+    assert result is not None
+    assert result.handoff_blocks == [("a", KvComputed(tuple(sequence.blocks), complete=True))]
+    assert [sampled.finished is not None for sampled in result.sampled] == [True]
     assert not core.busy
-    assert (news.load.running, news.load.waiting, news.load.used_blocks) == (0, 0, 2)
+    assert (result.load.running, result.load.waiting, result.load.used_blocks) == (0, 0, 2)
     assert core.requests == ()
     assert core.abort(RequestId("a"))
     assert not core.abort(RequestId("a"))
     assert core.load().used_blocks == 0
 
 
-def test_a_request_that_waits_for_kv_makes_no_step_and_its_choices_follow() -> None:
+def test_a_request_that_waits_for_kv_needs_no_step_and_its_choices_follow() -> None:
     core, _ = make_core()
     choices = request("a", choices=3, handoff=CONSUME)
     core.add(choices)
     core.step()
-    news = core.take_news()
-    assert news is not None
-    assert news.handed_over == [("a", KvWanted(0, tuple(choices[0].blocks)))]
-    assert (news.load.running, news.load.waiting) == (0, 1)
+    result = core.take_result()
+    assert result is not None
+    assert result.handoff_blocks == [("a", KvWanted(0, tuple(choices[0].blocks)))]
+    assert (result.load.running, result.load.waiting) == (0, 1)
     assert not core.busy
-    core.received(RequestId("nobody"))
+    core.received(RequestId("unknown"))
     assert not core.busy
     core.received(RequestId("a"))
     assert core.busy
     assert sorted(finish(core)) == ["a.0 length", "a.1 length", "a.2 length"]
 
 
-def test_a_queue_that_waits_for_lent_blocks_is_looked_at_after_a_command_only() -> None:
+def test_a_queue_that_waits_for_offered_blocks_is_scheduled_after_a_change_only() -> None:
     core, runner = make_core()
     for number in range(runner.blocks // 2):
-        core.add(request(f"lent{number}", tokens=1, handoff=Produce(), first=10 + number))
+        core.add(request(f"offered{number}", tokens=1, handoff=Produce(), first=10 + number))
         core.step()
     core.add(request("a"))
     core.step()
@@ -181,34 +183,34 @@ def test_a_queue_that_waits_for_lent_blocks_is_looked_at_after_a_command_only() 
     core.step()
     assert not core.busy
     assert core.load().waiting == 2
-    core.abort(RequestId("lent0"))
+    core.abort(RequestId("offered0"))
     assert core.busy
     core.step()
     assert core.load().used_blocks == runner.blocks
     for number in range(runner.blocks // 2):
-        core.abort(RequestId(f"lent{number}"))
+        core.abort(RequestId(f"offered{number}"))
     assert finish(core)[-2:] == ["a.0 length", "b.0 length"]
 
 
 @pytest.mark.parametrize("handoff", [Produce(), CONSUME], ids=["read", "written"])
-def test_blocks_of_a_request_that_fails_are_left_to_others_until_it_is_aborted(handoff: Handoff) -> None:
+def test_blocks_in_a_handoff_stay_after_a_failure_until_the_request_is_aborted(handoff: Handoff) -> None:
     core, runner = make_core()
-    runner.sick["a"] = EngineFailed("no numbers")
+    runner.errors["a"] = EngineFailed("no numbers")
     core.add(request("a", tokens=1, handoff=handoff))
     core.step()
     for _ in range(2):
         core.fail(RequestId("a"), EngineFailed("for another reason"))
     core.received(RequestId("a"))
     assert not core.busy
-    news = core.take_news()
-    assert news is not None
-    assert [failed.request_id for failed in news.failed] == ["a"]
-    assert (news.load.running, news.load.waiting, news.load.used_blocks) == (0, 0, 2)
+    result = core.take_result()
+    assert result is not None
+    assert [failed.request_id for failed in result.failed] == ["a"]
+    assert (result.load.running, result.load.waiting, result.load.used_blocks) == (0, 0, 2)
     core.abort(RequestId("a"))
     assert core.load().used_blocks == 0
 
 
-def test_a_failed_step_leaves_what_was_told_before_it() -> None:
+def test_a_failed_step_keeps_blocks_that_were_offered_before_it() -> None:
     core, runner = make_core()
     core.scheduler = Scheduler(BlockPool(32, 4), max_running=1, batch_tokens=4)
     core.add(request("a", tokens=1, handoff=Produce()))

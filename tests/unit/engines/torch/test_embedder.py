@@ -1,4 +1,4 @@
-"""The embedding engine on tiny random encoders: right vectors, whatever else is embedded, and a clean end."""
+"""The embedding engine on tiny random encoders: correct vectors in any batch, cancellation, start and stop."""
 
 import asyncio
 import json
@@ -15,13 +15,13 @@ pytest.importorskip("transformers")
 
 from baton.config.engines import TorchOptions  # noqa: E402
 from baton.engines.torch.embedder import TorchEmbedder  # noqa: E402
-from baton.errors import BatonError, ConfigError, EngineDead, InvalidRequest, Unsupported  # noqa: E402
+from baton.errors import BatonError, ConfigError, EngineDead, Unsupported  # noqa: E402
 from baton.models.sentence import ENCODERS, Pooling  # noqa: E402
 from baton.models.tokenizer import PassageTokenizer  # noqa: E402
-from baton.ports.engine import EmbedWork, EngineInfo, Work  # noqa: E402
+from baton.ports.engine import EmbedEngine, EmbedWork, EngineInfo, GenerateEngine  # noqa: E402
 from baton.protocol.commands import ClearCache  # noqa: E402
 from baton.protocol.events import LoadSnapshot  # noqa: E402
-from baton.protocol.ids import RequestId, new_request_id  # noqa: E402
+from baton.protocol.ids import new_request_id  # noqa: E402
 from baton.testing import eventually, measure_lag, run_bounded  # noqa: E402
 from tests.unit.handlers.embed_fakes import CONTEXT, SIZE, VOCABULARY, write_encoder, write_layout  # noqa: E402
 
@@ -50,7 +50,7 @@ def work(*inputs: tuple[int, ...]) -> EmbedWork:
 
 
 def plain(model: Any, tokens: tuple[int, ...], pooling: str = "mean_tokens", normalize: bool = True) -> list[float]:
-    """Return the vector of one input, computed alone and in the plainest way."""
+    """Return the vector of one input, computed alone with transformers."""
     with torch.inference_mode():
         hidden = model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
     weights = torch.arange(1, len(tokens) + 1)[:, None]
@@ -68,12 +68,13 @@ def plain(model: Any, tokens: tuple[int, ...], pooling: str = "mean_tokens", nor
 # Vectors
 
 
-def test_vectors_are_those_of_the_model_whatever_else_is_embedded(bert: tuple[Path, Any]) -> None:
+def test_vectors_do_not_depend_on_the_rest_of_the_batch(bert: tuple[Path, Any]) -> None:
     directory, model = bert
 
     async def body() -> None:
         async with started(directory) as (engine, info):
             assert (info.embedding_size, info.context_length, info.model_name) == (SIZE, CONTEXT, "tiny")
+            assert info.vocab_size == len(VOCABULARY)
             together = await engine.embed(work(*SOME))
             for tokens, vector in zip(SOME, together, strict=True):
                 assert list(vector) == pytest.approx(plain(model, tokens), abs=TOLERANCE)
@@ -85,7 +86,7 @@ def test_vectors_are_those_of_the_model_whatever_else_is_embedded(bert: tuple[Pa
 
 @pytest.mark.parametrize("pooling", list(Pooling))
 @pytest.mark.parametrize("normalize", [True, False])
-def test_every_way_to_pool_is_the_plain_one(
+def test_every_pooling_mode_matches_a_direct_computation(
     bert: tuple[Path, Any], pooling: str, normalize: bool, tmp_path: Path
 ) -> None:
     directory, model = bert
@@ -104,7 +105,7 @@ def test_every_way_to_pool_is_the_plain_one(
     run_bounded(body())
 
 
-def test_several_ways_to_pool_are_joined(bert: tuple[Path, Any], tmp_path: Path) -> None:
+def test_several_pooling_modes_are_concatenated(bert: tuple[Path, Any], tmp_path: Path) -> None:
     model = write_encoder(tmp_path)
     write_layout(tmp_path, "mean_tokens", "cls_token", normalize=False)
 
@@ -119,7 +120,7 @@ def test_several_ways_to_pool_are_joined(bert: tuple[Path, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", sorted(ENCODERS - {"bert"}))
-def test_every_architecture_that_is_offered_embeds(kind: str, tmp_path: Path) -> None:
+def test_every_supported_architecture_embeds(kind: str, tmp_path: Path) -> None:
     model = write_encoder(tmp_path, kind)
 
     async def body() -> None:
@@ -130,7 +131,7 @@ def test_every_architecture_that_is_offered_embeds(kind: str, tmp_path: Path) ->
     run_bounded(body())
 
 
-def test_bfloat16_is_near(bert: tuple[Path, Any]) -> None:
+def test_bfloat16_vectors_are_close(bert: tuple[Path, Any]) -> None:
     directory, model = bert
 
     async def body() -> None:
@@ -146,18 +147,18 @@ def test_bfloat16_is_near(bert: tuple[Path, Any]) -> None:
 # Requests
 
 
-def test_requests_at_once_get_their_own_vectors(bert: tuple[Path, Any]) -> None:
+def test_concurrent_requests_get_their_own_vectors(bert: tuple[Path, Any]) -> None:
     directory, model = bert
     options = TorchOptions(device="cpu", threads=1, batch_tokens=32)
 
     async def body() -> None:
         async with started(directory, options) as (engine, _):
-            asked = [
+            requests = [
                 tuple((2, 4 + (number + place) % 13, 3) for place in range(number % 7 + 1)) for number in range(40)
             ]
             lag = asyncio.create_task(measure_lag())
-            answers = await asyncio.gather(*(engine.embed(work(*inputs)) for inputs in asked))
-            for inputs, vectors in zip(asked, answers, strict=True):
+            answers = await asyncio.gather(*(engine.embed(work(*inputs)) for inputs in requests))
+            for inputs, vectors in zip(requests, answers, strict=True):
                 for tokens, vector in zip(inputs, vectors, strict=True):
                     assert list(vector) == pytest.approx(plain(model, tokens), abs=TOLERANCE)
             lag.cancel()
@@ -169,27 +170,7 @@ def test_requests_at_once_get_their_own_vectors(bert: tuple[Path, Any]) -> None:
     run_bounded(body())
 
 
-@pytest.mark.parametrize(
-    ("inputs", "words"),
-    [
-        (((4,), (len(VOCABULARY),)), r"input\[1\]: 17"),
-        (((-1,),), r"input\[0\]: -1"),
-        (((),), r"input\[0\]"),
-    ],
-)
-def test_tokens_that_the_model_has_not_are_refused(
-    bert: tuple[Path, Any], inputs: tuple[tuple[int, ...], ...], words: str
-) -> None:
-    async def body() -> None:
-        async with started(bert[0]) as (engine, _):
-            with pytest.raises(InvalidRequest, match=words):
-                await engine.embed(work(*inputs))
-            assert len(await engine.embed(work((4,)))) == 1
-
-    run_bounded(body())
-
-
-def test_a_request_that_is_cancelled_is_taken_back_at_once(bert: tuple[Path, Any]) -> None:
+def test_a_cancelled_request_is_withdrawn_at_once(bert: tuple[Path, Any]) -> None:
     async def body() -> None:
         async with started(bert[0], TorchOptions(device="cpu", threads=1, batch_tokens=16)) as (engine, _):
             large = asyncio.create_task(engine.embed(work(*SOME * 2000)))
@@ -208,16 +189,15 @@ def test_a_request_that_is_cancelled_is_taken_back_at_once(bert: tuple[Path, Any
     run_bounded(body())
 
 
-def test_what_it_cannot_do_is_refused(bert: tuple[Path, Any]) -> None:
+def test_it_only_embeds(bert: tuple[Path, Any]) -> None:
     async def body() -> None:
         async with started(bert[0]) as (engine, _):
             assert not engine.capabilities.generate
             assert engine.capabilities.embeddings
-            with pytest.raises(Unsupported):
-                engine.submit(Work(request_id=RequestId("r"), token_ids=(1,), max_tokens=1))
+            assert isinstance(engine, EmbedEngine)
+            assert not isinstance(engine, GenerateEngine)
             with pytest.raises(Unsupported):
                 await engine.execute(ClearCache())
-            await engine.abort(RequestId("nobody"))
             assert await engine.embed(work()) == []
 
     run_bounded(body())
@@ -226,7 +206,7 @@ def test_what_it_cannot_do_is_refused(bert: tuple[Path, Any]) -> None:
 # Life
 
 
-def test_stop_fails_what_waits_and_ends_the_readings(bert: tuple[Path, Any]) -> None:
+def test_stop_fails_waiting_requests_and_ends_the_readings(bert: tuple[Path, Any]) -> None:
     async def body() -> None:
         engine = TorchEmbedder(TorchOptions(device="cpu", threads=1, batch_tokens=16), bert[0], "tiny")
         await engine.start()
@@ -251,7 +231,7 @@ def test_stop_fails_what_waits_and_ends_the_readings(bert: tuple[Path, Any]) -> 
     run_bounded(body())
 
 
-def test_it_embeds_nothing_before_its_start_and_can_be_stopped_then(bert: tuple[Path, Any]) -> None:
+def test_before_start_embed_raises_and_stop_is_no_error(bert: tuple[Path, Any]) -> None:
     async def body() -> None:
         engine = TorchEmbedder(CPU, bert[0], "tiny")
         with pytest.raises(EngineDead):
@@ -261,7 +241,7 @@ def test_it_embeds_nothing_before_its_start_and_can_be_stopped_then(bert: tuple[
     run_bounded(body())
 
 
-def test_a_start_that_is_given_up_leaves_nothing_behind(bert: tuple[Path, Any]) -> None:
+def test_stop_after_a_cancelled_start_is_no_error(bert: tuple[Path, Any]) -> None:
     async def body() -> None:
         engine = TorchEmbedder(CPU, bert[0], "tiny")
         start = asyncio.create_task(engine.start())
@@ -285,7 +265,7 @@ async def refusal(directory: Path, options: TorchOptions = CPU) -> BatonError:
     return failure.value
 
 
-def test_broken_weights_are_refused_by_name(tmp_path: Path) -> None:
+def test_broken_weights_raise_config_error_with_their_directory(tmp_path: Path) -> None:
     from safetensors.torch import load, save_file
 
     async def body() -> None:
@@ -313,7 +293,7 @@ def test_broken_weights_are_refused_by_name(tmp_path: Path) -> None:
     run_bounded(body())
 
 
-def test_a_device_that_is_not_here_is_refused(bert: tuple[Path, Any]) -> None:
+def test_a_missing_device_raises_config_error(bert: tuple[Path, Any]) -> None:
     async def body() -> None:
         error = await refusal(bert[0], TorchOptions(device="cuda:99"))
         assert isinstance(error, ConfigError)
@@ -322,7 +302,7 @@ def test_a_device_that_is_not_here_is_refused(bert: tuple[Path, Any]) -> None:
     run_bounded(body())
 
 
-def test_its_tokenizer_neither_cuts_nor_pads(bert: tuple[Path, Any], tmp_path: Path) -> None:
+def test_its_tokenizer_neither_truncates_nor_pads(bert: tuple[Path, Any], tmp_path: Path) -> None:
     tokenizer = PassageTokenizer(bert[0])
     assert tokenizer.encode_batch(["The cat", "a " * 30]) == [[2, 4, 5, 3], [2, *[8] * 30, 3]]
     write_encoder(tmp_path)

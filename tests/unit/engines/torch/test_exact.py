@@ -1,4 +1,4 @@
-"""The built-in engine says exactly what transformers' own `generate` says: greedy, float32, for every family."""
+"""The built-in engine generates exactly what transformers does: greedy, float32, for every model family."""
 
 import asyncio
 from collections.abc import Sequence
@@ -111,43 +111,41 @@ async def ask_all(directory: Path, works: list[Work], together: bool = True, **o
         return [await answer(engine, asked) for asked in works]
 
 
-TRANSPORTS: dict[str, dict[str, object]] = {"native": {"native": True}, "torch": {"native": False}}
+BACKENDS: dict[str, dict[str, object]] = {"native": {"native": True}, "torch": {"native": False}}
 if torch.cuda.is_available():
-    TRANSPORTS["cuda"] = {"device": "cuda"}
-TRANSPORTS = {name: {"device": "cpu", **options} for name, options in TRANSPORTS.items()}
+    BACKENDS["cuda"] = {"device": "cuda"}
+BACKENDS = {name: {"device": "cpu", **options} for name, options in BACKENDS.items()}
 
 
-@pytest.fixture(params=sorted(TRANSPORTS))
-def transport(request: pytest.FixtureRequest) -> dict[str, object]:
-    return TRANSPORTS[request.param]
+@pytest.fixture(params=sorted(BACKENDS))
+def backend(request: pytest.FixtureRequest) -> dict[str, object]:
+    return BACKENDS[request.param]
 
 
-def test_alone(model: tuple[Path, Reference], transport: dict[str, object]) -> None:
+def test_one_request_at_a_time(model: tuple[Path, Reference], backend: dict[str, object]) -> None:
     directory, reference = model
     asked = [*prompts(2), (5,)]
-    answers = run_bounded(ask_all(directory, [work(p) for p in asked], together=False, **transport), 60)
+    answers = run_bounded(ask_all(directory, [work(p) for p in asked], together=False, **backend), 60)
     assert [found.tokens for found in answers] == [reference.tokens(p) for p in asked]
 
 
-def test_together_in_chunks_with_preemption_and_shared_prefixes(
-    model: tuple[Path, Reference], transport: dict[str, object]
+def test_a_batch_with_chunks_preemption_and_shared_prefixes(
+    model: tuple[Path, Reference], backend: dict[str, object]
 ) -> None:
     directory, reference = model
     asked = prompts(6)
     asked += [asked[0], (*asked[1][:40], 9, 9), asked[2] + (1, 2, 3)]
     # Eleven tokens a step cut every prompt into chunks; 40 blocks of 4 hold about two of the nine at a time.
-    options: dict[str, object] = {"block": 4, "blocks": 40, "batch_tokens": 11, "max_running": 8}
-    answers = run_bounded(ask_all(directory, [work(p) for p in asked], **options, **transport), 110)
+    options: dict[str, object] = {"block_size": 4, "blocks": 40, "batch_tokens": 11, "max_running": 8}
+    answers = run_bounded(ask_all(directory, [work(p) for p in asked], **options, **backend), 110)
     assert [found.tokens for found in answers] == [reference.tokens(p) for p in asked]
 
 
-def test_a_prompt_that_is_in_the_cache_gives_the_same_answer(
-    model: tuple[Path, Reference], transport: dict[str, object]
-) -> None:
+def test_a_cached_prompt_gives_the_same_tokens(model: tuple[Path, Reference], backend: dict[str, object]) -> None:
     directory, reference = model
     (prompt,) = prompts(1, shortest=60)
     works = [work(prompt), work(prompt), work((*prompt[:32], 1, 2)), work(prompt)]
-    answers = run_bounded(ask_all(directory, works, together=False, block_size=8, **transport), 60)
+    answers = run_bounded(ask_all(directory, works, together=False, block_size=8, **backend), 60)
     expected = [reference.tokens(asked.token_ids) for asked in works]
     assert [found.tokens for found in answers] == expected
     cached = [found.end.cached_tokens if found.end else None for found in answers]
@@ -155,11 +153,11 @@ def test_a_prompt_that_is_in_the_cache_gives_the_same_answer(
     assert cached == [0, whole, 32, whole]
 
 
-def test_log_probabilities_of_answer_and_prompt(model: tuple[Path, Reference], transport: dict[str, object]) -> None:
+def test_log_probabilities_of_output_and_prompt(model: tuple[Path, Reference], backend: dict[str, object]) -> None:
     directory, reference = model
     (prompt,) = prompts(1, shortest=40)
     asked = work(prompt, logprobs=3, prompt_logprobs=2)
-    (found,) = run_bounded(ask_all(directory, [asked], batch_tokens=16, **transport), 60)
+    (found,) = run_bounded(ask_all(directory, [asked], batch_tokens=16, **backend), 60)
     expected = reference.logprobs((*prompt, *found.tokens))
     chosen = [value for part in found.logprobs for value in part.chosen]
     top = [position for part in found.logprobs for position in part.top]

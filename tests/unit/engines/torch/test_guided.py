@@ -14,8 +14,8 @@ pytest.importorskip("llguidance")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 from baton.engines.torch.guided import MAX_SCHEMA_BYTES, GuideCompiler  # noqa: E402
-from baton.engines.torch.plan import Guide, finish_of, make_plan  # noqa: E402
 from baton.engines.torch.sampler import Sampled, sample  # noqa: E402
+from baton.engines.torch.sampling_params import Guide, finish_of, make_sampling_params  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.errors import EngineDead, InvalidRequest, Unsupported  # noqa: E402
 from baton.models.defaults import SamplingDefaults  # noqa: E402
@@ -100,7 +100,7 @@ def make_sequence(vocab: int, seed: int, guide: Guide | None, stop: StopConditio
         stop=stop or StopConditions(),
         eos_token_ids=(EOS, TURN),
     )
-    sequence = Sequence(work, 0, make_plan(work, 0, SamplingDefaults(), vocab), 0)
+    sequence = Sequence(work, 0, make_sampling_params(work, SamplingDefaults(), vocab), 0)
     sequence.guide = guide
     return sequence
 
@@ -116,7 +116,7 @@ def run(sequences: list[Sequence], vocab: int, seed: int = 0) -> None:
         for sequence, result in zip(batch, sample(logits[: len(batch)], batch), strict=True):
             assert isinstance(result, Sampled)
             sequence.tokens.append(result.token)
-            ended = finish_of(sequence.plan, result.token, sequence.generated)
+            ended = finish_of(sequence.params, result.token, sequence.generated)
             if sequence in open_ and (ended or (sequence.guide and sequence.guide.done)):
                 open_.remove(sequence)
 
@@ -161,7 +161,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_answer_from_random_logits_has_the_shape(
+def test_output_from_random_logits_matches_the_grammar(
     shape: str, compiler: GuideCompiler, tokenizer: Tokenizer, vocab: int
 ) -> None:
     guided, fits = SHAPES[shape]
@@ -175,7 +175,7 @@ def test_an_answer_from_random_logits_has_the_shape(
         assert any(sequence.generated < 400 for sequence in sequences[::2])
 
 
-def test_different_shapes_share_a_batch(compiler: GuideCompiler, tokenizer: Tokenizer, vocab: int) -> None:
+def test_different_grammars_share_a_batch(compiler: GuideCompiler, tokenizer: Tokenizer, vocab: int) -> None:
     pairs = [SHAPES[name] for name in ("json", "regex", "choice")]
     sequences = [make_sequence(vocab, seed, guide_of(compiler, guided)) for seed, (guided, _) in enumerate(pairs)]
     run([*sequences, make_sequence(vocab, 9, None)], vocab)
@@ -208,14 +208,14 @@ def test_end_tokens_are_allowed_exactly_where_the_grammar_may_end(
     assert guide.done
 
 
-def test_an_end_token_ends_a_walk_that_could_go_on(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
+def test_an_end_token_ends_a_match_that_could_continue(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
     guide = guide_of(compiler, GuidedDecoding(regex="a+"))
     follow(guide, tokenizer, "a")
     guide.accept(EOS)
     assert guide.done
 
 
-def test_without_end_tokens_a_walk_is_still_done(model_dir: Path, tokenizer: Tokenizer, vocab: int) -> None:
+def test_without_end_tokens_a_match_still_ends(model_dir: Path, tokenizer: Tokenizer, vocab: int) -> None:
     for eos in ((), (vocab - 1,), (10**6,)):
         compiler = GuideCompiler(model_dir, vocab, eos)
         guide = guide_of(compiler, GuidedDecoding(regex="ab?"))
@@ -270,7 +270,7 @@ def test_a_whitespace_pattern_is_used(compiler: GuideCompiler, tokenizer: Tokeni
     assert tokenizer.token_to_id("Ġ") not in allowed_by(guide)
 
 
-def test_equal_requests_compile_once_and_their_guides_are_apart(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
+def test_equal_requests_compile_once_and_have_separate_guides(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
     futures = [compiler.compile(GuidedDecoding(regex="(ab)+c")) for _ in range(5)]
     makes = [future.result(WAIT_S) for future in futures]
     assert len({id(make) for make in makes}) == 1
@@ -289,14 +289,16 @@ def test_cancelling_one_waiter_leaves_the_others(model_dir: Path, vocab: int) ->
     compiler.close()
 
 
-def test_more_grammars_than_are_kept_are_compiled_again(compiler: GuideCompiler) -> None:
+def test_evicted_grammars_are_compiled_again(compiler: GuideCompiler) -> None:
     first = compiler.compile(GuidedDecoding(regex="kept0")).result(WAIT_S)
     for number in range(1, 40):
         compiler.compile(GuidedDecoding(regex=f"kept{number}")).result(WAIT_S)
     assert compiler.compile(GuidedDecoding(regex="kept0")).result(WAIT_S) is not first
 
 
-def test_after_close_nothing_compiles_and_guides_go_on(model_dir: Path, vocab: int, tokenizer: Tokenizer) -> None:
+def test_after_close_nothing_compiles_and_existing_guides_work(
+    model_dir: Path, vocab: int, tokenizer: Tokenizer
+) -> None:
     compiler = GuideCompiler(model_dir, vocab, (EOS,))
     guide = guide_of(compiler, GuidedDecoding(regex="ab"))
     waiting = [compiler.compile(GuidedDecoding(regex=f"w{number}")) for number in range(30)]
@@ -347,7 +349,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("field", "guided"), BAD)
-def test_a_shape_that_is_wrong_is_refused_by_name(field: str, guided: GuidedDecoding, compiler: GuideCompiler) -> None:
+def test_an_invalid_grammar_is_refused_by_name(field: str, guided: GuidedDecoding, compiler: GuideCompiler) -> None:
     with pytest.raises(InvalidRequest) as refused:
         guide_of(compiler, guided)
     assert field in refused.value.message or "guided_decoding: " in refused.value.message
@@ -394,7 +396,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_shape_is_refused_and_the_next_one_compiles(name: str, compiler: GuideCompiler) -> None:
+def test_a_hostile_grammar_is_refused_and_the_next_one_compiles(name: str, compiler: GuideCompiler) -> None:
     with pytest.raises(InvalidRequest):
         guide_of(compiler, HOSTILE[name])
     assert guide_of(compiler, GuidedDecoding(regex="fine")).mask()
@@ -411,7 +413,7 @@ def test_a_chain_just_inside_the_limits_does_not_overflow_a_stack(
         guide.accept(max(allowed_by(guide)))
 
 
-def test_a_grammar_that_becomes_too_complex_on_its_way_fails_as_a_wrong_request(
+def test_a_grammar_that_becomes_too_complex_raises_invalid_request(
     compiler: GuideCompiler, tokenizer: Tokenizer, vocab: int
 ) -> None:
     guide = guide_of(compiler, GuidedDecoding(regex="(.|\n)*a(.|\n){2000}b(.|\n){2000}"))

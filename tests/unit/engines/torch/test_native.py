@@ -21,8 +21,8 @@ from baton.engines.torch.models.config import LlamaConfig, Rope  # noqa: E402
 from baton.engines.torch.models.llama import Layer, LlamaModel, Span, Step, Weights  # noqa: E402
 from baton.engines.torch.native.decoder import NativeDecoder, Rows  # noqa: E402
 from baton.engines.torch.native.library import load_decoder_library  # noqa: E402
-from baton.engines.torch.plan import make_plan  # noqa: E402
 from baton.engines.torch.runner import Runner  # noqa: E402
+from baton.engines.torch.sampling_params import make_sampling_params  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.models.defaults import SamplingDefaults  # noqa: E402
 from baton.ports.engine import Work  # noqa: E402
@@ -280,7 +280,7 @@ def test_every_way_to_cut_a_prompt_gives_the_same_bits(name: str, block: int, dt
     whole = prompt.in_chunks(prompt.decoder())
     written = prompt.kv.clone()
     assert torch.isfinite(whole).all()
-    transports = [
+    splits = [
         [1],
         [298],
         [128],
@@ -289,7 +289,7 @@ def test_every_way_to_cut_a_prompt_gives_the_same_bits(name: str, block: int, dt
         list(range(7, 299, 7)),
         list(range(1, 299)),
     ]
-    for threads, cuts in zip((1, 2, 3, 1, 2, 3, 2), transports, strict=True):
+    for threads, cuts in zip((1, 2, 3, 1, 2, 3, 2), splits, strict=True):
         prompt.kv.fill_(math.nan)
         assert torch.equal(prompt.in_chunks(prompt.decoder(threads), *cuts), whole), cuts
         assert torch.equal(prompt.kv.nan_to_num(9), written.nan_to_num(9)), cuts
@@ -490,16 +490,16 @@ def answers(directory: Path, torch_prompts: bool, **options: object) -> dict[str
             stop=StopConditions(max_tokens=9, ignore_eos=True),
             output=OutputOptions(prompt_logprobs=1 if name == "c" else None),
         )
-        core.add([Sequence(work, 0, make_plan(work, 0, SamplingDefaults(), 300), len(core.requests))])
+        core.add([Sequence(work, 0, make_sampling_params(work, SamplingDefaults(), 300), len(core.requests))])
     found: dict[str, list[int]] = {}
     while core.busy:
         core.step()
-        news = core.take_news()
-        for made in news.made if news else ():
-            found.setdefault(made.request_id, []).append(made.token)
-            if made.finished and made.request_id == "c":
-                assert made.finished.prompt_logprobs
-                assert len(made.finished.prompt_logprobs.chosen) == 16
+        result = core.take_result()
+        for sampled in result.sampled if result else ():
+            found.setdefault(sampled.request_id, []).append(sampled.token)
+            if sampled.finished and sampled.request_id == "c":
+                assert sampled.finished.prompt_logprobs
+                assert len(sampled.finished.prompt_logprobs.chosen) == 16
     return found
 
 

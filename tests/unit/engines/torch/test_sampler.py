@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from baton.engines.torch.plan import make_plan  # noqa: E402
 from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample, uniform  # noqa: E402
+from baton.engines.torch.sampling_params import make_sampling_params  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.errors import BatonError, EngineFailed, InvalidRequest  # noqa: E402
 from baton.models.defaults import SamplingDefaults  # noqa: E402
@@ -75,7 +75,7 @@ def make_sequence(
         output=OutputOptions(logprobs=logprobs),
         eos_token_ids=(0,),
     )
-    sequence = Sequence(work, index, make_plan(work, index, SamplingDefaults(), vocab), 0)
+    sequence = Sequence(work, index, make_sampling_params(work, SamplingDefaults(), vocab), 0)
     sequence.tokens += history or []
     return sequence
 
@@ -92,44 +92,48 @@ def sample_one(logits: list[float], sequence: Sequence) -> Sampled | BatonError:
 
 def edited(logits: list[float], sequence: Sequence) -> list[float]:
     """The reference for bias and penalties, in 32-bit arithmetic as the rule is written."""
-    plan, row = sequence.plan, torch.tensor(logits)
-    for token, value in plan.bias:
+    params, row = sequence.params, torch.tensor(logits)
+    for token, value in params.logit_bias:
         row[token] += value
     output = Counter(sequence.tokens[sequence.prompt_length :])
     for token in set(sequence.tokens):
-        if plan.repetition != 1.0:
-            row[token] = row[token] / plan.repetition if row[token] > 0 else row[token] * plan.repetition
+        if params.repetition_penalty != 1.0:
+            row[token] = (
+                row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+            )
         if count := output[token]:
-            row[token] -= plan.frequency * count
-            row[token] -= plan.registration
+            row[token] -= params.frequency_penalty * count
+            row[token] -= params.presence_penalty
     values: list[float] = row.tolist()
     return values
 
 
 def allowed_tokens(logits: list[float], sequence: Sequence, slack: float) -> set[int]:
     """The reference for what may be drawn: everything down to a least logit. `slack` widens or tightens each rule."""
-    plan, peak = sequence.plan, max(logits)
-    if plan.greedy:
+    params, peak = sequence.params, max(logits)
+    if params.greedy:
         return {token for token, value in enumerate(logits) if value >= peak - max(slack, 0.0)}
-    weights = [math.exp((value - peak) / plan.temperature) for value in logits]
+    weights = [math.exp((value - peak) / params.temperature) for value in logits]
     order = sorted(range(len(logits)), key=lambda token: -logits[token])
-    if plan.top_k:
-        least = logits[order[plan.top_k - 1]] - slack
+    if params.top_k:
+        least = logits[order[params.top_k - 1]] - slack
         order = [token for token in order if logits[token] >= least]
-    if plan.top_p < 1.0 and order:  # tightened, a tie leaves nobody
+    if params.top_p < 1.0 and order:  # tightened, a tie leaves no token
         mass, total = 0.0, sum(weights[token] for token in order)
         for token in order:
             mass += weights[token]
-            if mass >= (plan.top_p + slack) * total:
+            if mass >= (params.top_p + slack) * total:
                 break
         least = logits[token] - slack
         order = [token for token in order if logits[token] >= least]
-    return {token for token in order if weights[token] >= plan.min_p * (1 - slack)}
+    return {token for token in order if weights[token] >= params.min_p * (1 - slack)}
 
 
 @settings(max_examples=200, deadline=None)
 @given(logits=LOGITS, sampling=SAMPLINGS, history=HISTORIES)
-def test_a_token_is_one_that_the_rules_leave(logits: list[float], sampling: Sampling, history: list[int]) -> None:
+def test_a_sampled_token_is_allowed_by_top_k_top_p_and_min_p(
+    logits: list[float], sampling: Sampling, history: list[int]
+) -> None:
     sequence = make_sequence(sampling, history)
     token = token_of(sample_one(logits, sequence))
     assert token in allowed_tokens(edited(logits, sequence), sequence, 1e-3)
@@ -137,22 +141,22 @@ def test_a_token_is_one_that_the_rules_leave(logits: list[float], sampling: Samp
 
 @settings(max_examples=40, deadline=None)
 @given(logits=LOGITS, sampling=SAMPLINGS)
-def test_every_token_that_the_rules_leave_can_be_drawn(logits: list[float], sampling: Sampling) -> None:
+def test_every_allowed_token_can_be_sampled(logits: list[float], sampling: Sampling) -> None:
     """Chances that step evenly through (0, 1) meet every token whose share is wider than a step."""
     sequences = [make_sequence(sampling, index=index) for index in range(300)]
     row = edited(logits, sequences[0])
     drawn = {token_of(result) for result in sample(torch.tensor(logits).repeat(300, 1), sequences)}
-    plan = sequences[0].plan
+    params = sequences[0].params
     assert drawn <= allowed_tokens(row, sequences[0], 1e-3)
-    sure = allowed_tokens(row, sequences[0], -1e-3) if not plan.greedy else {row.index(max(row))}
-    weights = {token: math.exp((row[token] - max(row)) / max(plan.temperature, 1e-9)) for token in sure}
-    total = sum(math.exp((value - max(row)) / max(plan.temperature, 1e-9)) for value in row)
-    assert {token for token, weight in weights.items() if plan.greedy or weight / total > 0.1} <= drawn
+    sure = allowed_tokens(row, sequences[0], -1e-3) if not params.greedy else {row.index(max(row))}
+    weights = {token: math.exp((row[token] - max(row)) / max(params.temperature, 1e-9)) for token in sure}
+    total = sum(math.exp((value - max(row)) / max(params.temperature, 1e-9)) for value in row)
+    assert {token for token, weight in weights.items() if params.greedy or weight / total > 0.1} <= drawn
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_a_row_draws_the_same_token_alone_and_in_any_batch(data: st.DataObject) -> None:
+def test_a_row_gives_the_same_token_alone_and_in_any_batch(data: st.DataObject) -> None:
     rows = data.draw(
         st.lists(st.tuples(LOGITS, SAMPLINGS, HISTORIES, st.none() | st.integers(0, 3)), min_size=1, max_size=5)
     )
@@ -170,7 +174,7 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch(data: st.DataObject) 
     assert [token_of(result) for result in again] == [token_of(together[row]) for row in order]
 
 
-def test_a_wide_vocabulary_gives_the_same_token_by_every_way_of_looking() -> None:
+def test_a_large_vocabulary_gives_the_same_token_on_every_code_path() -> None:
     """Flat rows, where the first look is too short, and odd sizes, where the last block is not full."""
     generator = torch.Generator().manual_seed(5)
     for vocab in (4096, 10_007):
@@ -193,7 +197,7 @@ def test_a_wide_vocabulary_gives_the_same_token_by_every_way_of_looking() -> Non
                 assert token_of(batch[-1]) == alone
 
 
-def test_top_k_of_all_but_one_draws_as_no_top_k_does() -> None:
+def test_top_k_of_all_but_one_samples_like_no_top_k() -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
     logits[0, 17] = -30.0
     for seed in range(50):
@@ -202,7 +206,7 @@ def test_top_k_of_all_but_one_draws_as_no_top_k_does() -> None:
         assert token_of(first) == token_of(second)
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+def test_sampled_frequencies_match_the_probabilities() -> None:
     count = 4000
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.0, -INF])
     sampling = Sampling(seed=11, temperature=0.7)
@@ -214,7 +218,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     assert chi < 18.5  # one seed in a thousand would fail, and this one does not change
 
 
-def test_chance_differs_by_seed_choice_and_position_and_never_reaches_its_bounds() -> None:
+def test_random_numbers_differ_by_seed_choice_and_position_and_stay_inside_0_and_1() -> None:
     numbers = {uniform(seed, index, at) for seed in (-1, 0, 1, 2**63 - 1) for index in range(9) for at in range(9)}
     assert len(numbers) == 4 * 81
     assert all(0.0 < number < 1.0 for number in numbers)
@@ -251,7 +255,7 @@ BROKEN: list[Callable[[list[float]], list[float]]] = [
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("logprobs", [None, 2])
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(seed=1), Sampling(seed=1, top_p=0.5)])
-def test_a_broken_row_fails_alone(
+def test_a_row_with_nan_fails_alone(
     broken: Callable[[list[float]], list[float]], logprobs: int | None, sampling: Sampling
 ) -> None:
     good = [float(token) for token in range(VOCAB)]
@@ -286,7 +290,7 @@ def test_presence_and_frequency_leave_the_prompt_alone_and_repetition_does_not()
         assert token_of(sample_one(row, make_sequence(sampling, prompt=(2, 2)))) == token
 
 
-def test_ends_and_stops_wait_for_min_tokens() -> None:
+def test_eos_and_stop_tokens_are_forbidden_before_min_tokens() -> None:
     row = [9.0, 8.0, 7.0] + [0.0] * (VOCAB - 3)
     stop = StopConditions(min_tokens=2, stop_token_ids_hidden=(1,))
     for history, token in (([], 2), ([5], 2), ([5, 5], 0)):
@@ -295,7 +299,7 @@ def test_ends_and_stops_wait_for_min_tokens() -> None:
     assert token_of(sample_one(row, drawn)) == 2
 
 
-def test_logits_are_left_as_they_were() -> None:
+def test_logits_are_not_changed() -> None:
     sampling = Sampling(seed=1, logit_bias={"3": 5.0}, repetition_penalty=2.0, top_p=0.5)
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
@@ -306,7 +310,7 @@ def test_logits_are_left_as_they_were() -> None:
     assert sample(logits[:0], []) == []
 
 
-def test_guided_and_free_rows_share_a_batch() -> None:
+def test_guided_and_unguided_rows_share_a_batch() -> None:
     row = [float(token) for token in range(VOCAB)]
     sequences = [make_sequence() for _ in range(4)] + [make_sequence(Sampling(seed=3, temperature=100.0))]
     guides = {0: FixedGuide({3, 7}), 2: FixedGuide({VOCAB - 2, 0}), 3: FixedGuide(set()), 4: FixedGuide({8, 9})}
@@ -352,7 +356,7 @@ def test_logprobs_are_of_the_raw_logits(logits: list[float], sampling: Sampling,
     assert [leader.logprob for leader in leaders] == pytest.approx([reference[token] for token in ids], abs=1e-5)
 
 
-def test_logprobs_of_different_lengths_in_one_batch_over_a_wide_vocabulary() -> None:
+def test_logprobs_of_different_lengths_in_one_batch_over_a_large_vocabulary() -> None:
     logits = torch.randn(4, 3001, generator=torch.Generator().manual_seed(2)).bfloat16().float()
     tops = [None, 5, 0, 5]
     results = sample(logits, [make_sequence(logprobs=top, vocab=3001) for top in tops])
@@ -364,7 +368,7 @@ def test_logprobs_of_different_lengths_in_one_batch_over_a_wide_vocabulary() -> 
             assert [leader.token_id for leader in result.logprobs.top[0]] == best
 
 
-def test_a_prompt_is_scored_row_by_row() -> None:
+def test_prompt_logprobs_are_computed_row_by_row() -> None:
     logits = torch.randn(130, VOCAB, generator=torch.Generator().manual_seed(4))
     targets = [row % VOCAB for row in range(130)]
     scored = prompt_logprobs(logits, targets, 2)
@@ -375,7 +379,7 @@ def test_a_prompt_is_scored_row_by_row() -> None:
     assert prompt_logprobs(logits[:0], [], 3).chosen == ()
 
 
-def test_a_score_is_always_a_number_that_json_can_say() -> None:
+def test_a_logprob_is_always_finite() -> None:
     logits = torch.tensor([[0.0, -INF, 1.0], [math.nan, 0.0, 0.0]])
     scored = prompt_logprobs(logits, [1, 1], 3)
     values = [*scored.chosen, *(leader.logprob for leaders in scored.top for leader in leaders)]

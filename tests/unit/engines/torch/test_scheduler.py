@@ -1,4 +1,4 @@
-"""Scheduler and blocks under every interleaving that hypothesis can think of: a cache of numbers stands in for KV."""
+"""Scheduler and block pool under random interleavings; a dictionary of numbers stands in for the KV cache."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -6,8 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine_kit.block_hash import block_hashes
 from baton.engines.torch.blocks import BlockPool
-from baton.engines.torch.handoff import newly_final, to_be_filled
-from baton.engines.torch.plan import make_plan
+from baton.engines.torch.sampling_params import make_sampling_params
 from baton.engines.torch.scheduler import PROMPTS_AT_ONCE, Batch, Chunk, Scheduler
 from baton.engines.torch.sequence import Phase, Sequence
 from baton.models.defaults import SamplingDefaults
@@ -42,7 +41,7 @@ def make_sequence(
         output=OutputOptions(prompt_logprobs=0 if score_prompt else None),
         handoff=handoff,
     )
-    return Sequence(work, 0, make_plan(work, 0, SamplingDefaults(), 100), arrival)
+    return Sequence(work, 0, make_sampling_params(work, SamplingDefaults(), 100), arrival)
 
 
 def run(scheduler: Scheduler, batch: Batch, next_token: int = 7) -> list[Sequence]:
@@ -61,7 +60,7 @@ def make_scheduler(blocks: int = 8, max_running: int = 4, batch_tokens: int = 16
     return Scheduler(BlockPool(blocks, SIZE), max_running, batch_tokens, reuse)
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_decodes_go_on_beside_it() -> None:
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     scheduler = make_scheduler(blocks=32, batch_tokens=8)
     short, long = make_sequence((1, 2, 3), 0), make_sequence(tuple(range(20)), 1)
     scheduler.add(short)
@@ -82,7 +81,7 @@ def lengths(scheduler: Scheduler, *sequences: Sequence) -> list[int]:
     return [chosen.get(sequence, 0) for sequence in sequences]
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one_which_goes_on_all_the_same() -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one_which_still_progresses() -> None:
     scheduler = make_scheduler(blocks=64, batch_tokens=16)
     long = make_sequence(tuple(range(60)), 0)
     scheduler.add(long)
@@ -91,10 +90,10 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_which_goes_on_all_the_same(
     for sequence in others:
         scheduler.add(sequence)
     assert lengths(scheduler, long, *others) == [4, 12, 0]
-    assert lengths(scheduler, long, *others) == [3, 1, 12], "who decodes comes before all prompts"
+    assert lengths(scheduler, long, *others) == [3, 1, 12], "decodes come before all prompts"
 
 
-def test_of_prompts_that_are_alike_the_first_to_come_is_the_first_to_be_done() -> None:
+def test_prompts_of_equal_length_are_computed_in_order_of_arrival() -> None:
     scheduler = make_scheduler(blocks=64, batch_tokens=16)
     first, second = (make_sequence(tuple(range(start, start + 24)), start) for start in (0, 100))
     scheduler.add(first)
@@ -111,7 +110,7 @@ def test_a_prompt_of_higher_priority_goes_before_shorter_ones() -> None:
     assert lengths(scheduler, short, urgent) == [0, 16]
 
 
-def test_only_a_few_prompts_are_begun_at_a_time() -> None:
+def test_only_a_few_prompts_are_started_at_a_time() -> None:
     scheduler = make_scheduler(blocks=1024, max_running=64, batch_tokens=64)
     prompts = [make_sequence(tuple(range(number * 50, number * 50 + 50)), number) for number in range(20)]
     for sequence in prompts:
@@ -120,7 +119,7 @@ def test_only_a_few_prompts_are_begun_at_a_time() -> None:
     assert len(scheduler.running) == PROMPTS_AT_ONCE
 
 
-def test_a_prompt_seen_before_is_not_computed_again_but_for_its_last_token() -> None:
+def test_a_cached_prompt_is_reused_except_for_its_last_block() -> None:
     scheduler = make_scheduler()
     first = make_sequence(tuple(range(8)), 0)
     scheduler.add(first)
@@ -132,7 +131,7 @@ def test_a_prompt_seen_before_is_not_computed_again_but_for_its_last_token() -> 
     assert second.cached_tokens == 4
 
 
-def test_a_salt_keeps_tenants_apart() -> None:
+def test_a_salt_separates_tenants() -> None:
     scheduler = make_scheduler()
     for arrival, salt in enumerate(("a", "b", "a")):
         sequence = make_sequence(tuple(range(9)), arrival, salt=salt)
@@ -143,7 +142,7 @@ def test_a_salt_keeps_tenants_apart() -> None:
     assert block_hashes(range(8), SIZE, "a") != block_hashes(range(8), SIZE, "b")
 
 
-def test_a_prompt_that_must_be_scored_is_computed_whole() -> None:
+def test_a_prompt_with_logprobs_is_computed_completely() -> None:
     scheduler = make_scheduler()
     for arrival in range(2):
         sequence = make_sequence(tuple(range(9)), arrival, score_prompt=True)
@@ -153,10 +152,10 @@ def test_a_prompt_that_must_be_scored_is_computed_whole() -> None:
         scheduler.end(sequence)
 
 
-def test_choices_after_the_first_share_a_prompt_that_was_scored() -> None:
+def test_later_choices_reuse_a_prompt_with_logprobs() -> None:
     scheduler = make_scheduler()
     first = make_sequence(tuple(range(9)), score_prompt=True)
-    second = Sequence(first.work, 1, first.plan, 0)
+    second = Sequence(first.work, 1, first.params, 0)
     scheduler.add(first)
     run(scheduler, scheduler.schedule())
     scheduler.add(second)
@@ -164,7 +163,7 @@ def test_choices_after_the_first_share_a_prompt_that_was_scored() -> None:
     assert (second.computed, second.blocks[:2]) == (8, first.blocks[:2])
 
 
-def test_what_a_displaced_prompt_has_computed_itself_does_not_count_as_cached() -> None:
+def test_blocks_that_a_preempted_prompt_computed_do_not_count_as_cached() -> None:
     scheduler = make_scheduler(max_running=1)
     earlier = make_sequence((*range(4), 50), 0)
     scheduler.add(earlier)
@@ -181,7 +180,7 @@ def test_what_a_displaced_prompt_has_computed_itself_does_not_count_as_cached() 
     assert (low.computed, low.cached_tokens) == (20, 4)
 
 
-def test_without_reuse_nothing_is_found_and_nothing_is_told() -> None:
+def test_without_prefix_cache_nothing_is_reused_or_published() -> None:
     scheduler = make_scheduler(reuse=False)
     for arrival in range(2):
         sequence = make_sequence(tuple(range(8)), arrival)
@@ -192,7 +191,7 @@ def test_without_reuse_nothing_is_found_and_nothing_is_told() -> None:
     assert scheduler.pool.events == []
 
 
-def test_when_blocks_run_out_the_last_to_come_gives_way_and_comes_back() -> None:
+def test_when_blocks_run_out_the_latest_sequence_is_preempted_and_continues_later() -> None:
     scheduler = make_scheduler(blocks=4)
     early, late = make_sequence((1,) * 6, 0), make_sequence((2,) * 3, 1)
     scheduler.add(early)
@@ -202,14 +201,14 @@ def test_when_blocks_run_out_the_last_to_come_gives_way_and_comes_back() -> None
         run(scheduler, scheduler.schedule())
     assert early.phase is Phase.RUNNING
     assert late.blocks == []
-    made = late.generated
+    generated = late.generated
     scheduler.end(early)
     run(scheduler, scheduler.schedule())
     assert late.phase is Phase.RUNNING
-    assert late.generated == made + 1
+    assert late.generated == generated + 1
 
 
-def test_a_higher_priority_overtakes_and_displaces() -> None:
+def test_a_higher_priority_overtakes_and_preempts() -> None:
     scheduler = make_scheduler(blocks=8, max_running=1)
     low, next_low, high = (make_sequence((n,) * 6, n, priority=p) for n, p in ((1, 0), (2, 0), (3, 5)))
     scheduler.add(low)
@@ -221,7 +220,7 @@ def test_a_higher_priority_overtakes_and_displaces() -> None:
     assert scheduler.waiting == [low, next_low]
 
 
-def test_nobody_overtakes_the_head_of_the_queue() -> None:
+def test_the_head_of_the_queue_is_not_overtaken() -> None:
     scheduler = make_scheduler(blocks=6)
     running, big, small = (make_sequence((n,) * size, n) for n, size in ((1, 9), (2, 16), (3, 2)))
     scheduler.add(running)
@@ -232,7 +231,7 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
     assert scheduler.waiting == [big, small]
 
 
-def test_equal_prompts_computed_together_end_up_in_the_same_blocks() -> None:
+def test_equal_prompts_computed_together_share_blocks() -> None:
     scheduler = make_scheduler(blocks=8, batch_tokens=32)
     twins = [make_sequence(tuple(range(9)), arrival) for arrival in range(2)]
     for twin in twins:
@@ -250,12 +249,12 @@ def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
     run(scheduler, scheduler.schedule())
     scheduler.end(first)
     names = list(first.hashes)
-    scheduler.pool.take(), scheduler.pool.take()
+    scheduler.pool.allocate(), scheduler.pool.allocate()
     assert scheduler.pool.events[1:] == [KvRemoved((names[2],))]
     assert len(scheduler.pool.find(names)) == 2
 
 
-def test_a_prompt_takes_its_blocks_when_it_is_admitted() -> None:
+def test_a_prompt_gets_all_its_blocks_when_it_is_admitted() -> None:
     scheduler = make_scheduler(blocks=8, batch_tokens=4)
     long, other = make_sequence((1,) * 20, 0), make_sequence((2,) * 12, 1)
     scheduler.add(long)
@@ -263,24 +262,24 @@ def test_a_prompt_takes_its_blocks_when_it_is_admitted() -> None:
     run(scheduler, scheduler.schedule())
     assert scheduler.pool.used == 5
     for _ in range(4):
-        assert scheduler.waiting == [other], "what is promised to the one cannot be given to the other"
+        assert scheduler.waiting == [other], "blocks of an admitted prompt are not given to another"
         run(scheduler, scheduler.schedule())
 
 
-def test_blocks_kept_for_reuse_count_as_room_only_once() -> None:
+def test_cached_blocks_count_as_free_only_once() -> None:
     scheduler = make_scheduler(blocks=4)
     first = make_sequence((1,) * 9, 0)
     scheduler.add(first)
     run(scheduler, scheduler.schedule())
     scheduler.end(first)
-    scheduler.pool.take(), scheduler.pool.take()
+    scheduler.pool.allocate(), scheduler.pool.allocate()
     second = make_sequence((1,) * 9, 1)
     scheduler.add(second)
     assert scheduler.schedule() == Batch([], [])
     assert second.phase is Phase.WAITING
 
 
-def test_after_a_clear_running_sequences_go_on_and_name_nothing() -> None:
+def test_after_a_clear_running_sequences_continue_and_publish_nothing() -> None:
     scheduler = make_scheduler(blocks=16)
     sequence = make_sequence(tuple(range(9)), 0)
     scheduler.add(sequence)
@@ -293,32 +292,32 @@ def test_after_a_clear_running_sequences_go_on_and_name_nothing() -> None:
 
 
 def produce(scheduler: Scheduler, sequence: Sequence, steps: int) -> list[KvComputed | None]:
-    """Make steps; return what is told of `sequence` after each."""
+    """Make steps; return the blocks of `sequence` that became final in each."""
     scheduler.add(sequence)
-    told = []
+    computed = []
     for _ in range(steps):
         run(scheduler, scheduler.schedule())
-        told.append(newly_final(sequence, SIZE))
-    return told
+        computed.append(sequence.take_computed_blocks(SIZE))
+    return computed
 
 
-def test_blocks_are_told_when_they_are_full_and_the_last_with_the_whole_prompt() -> None:
+def test_blocks_are_offered_when_they_are_full_and_the_last_with_the_whole_prompt() -> None:
     scheduler = make_scheduler(max_running=1, batch_tokens=5)
     sequence = make_sequence(tuple(range(14)), handoff=PRODUCE)
-    told = produce(scheduler, sequence, 3)
+    computed = produce(scheduler, sequence, 3)
     numbers = tuple(sequence.blocks)
-    assert told == [KvComputed(numbers[:1]), KvComputed(numbers[1:2]), KvComputed(numbers[2:], complete=True)]
+    assert computed == [KvComputed(numbers[:1]), KvComputed(numbers[1:2]), KvComputed(numbers[2:], complete=True)]
 
 
-def test_a_step_that_fills_no_block_tells_nothing() -> None:
+def test_a_step_that_fills_no_block_offers_none() -> None:
     scheduler = make_scheduler(max_running=1, batch_tokens=3)
-    told = produce(scheduler, make_sequence(tuple(range(6)), handoff=PRODUCE), 2)
-    assert told[0] is None
-    assert told[1] is not None
-    assert told[1].complete
+    computed = produce(scheduler, make_sequence(tuple(range(6)), handoff=PRODUCE), 2)
+    assert computed[0] is None
+    assert computed[1] is not None
+    assert computed[1].complete
 
 
-def test_reused_blocks_are_told_with_the_first() -> None:
+def test_reused_blocks_are_offered_with_the_first() -> None:
     scheduler = make_scheduler(batch_tokens=32)
     first = make_sequence(tuple(range(9)), 0)
     scheduler.add(first)
@@ -328,49 +327,49 @@ def test_reused_blocks_are_told_with_the_first() -> None:
     assert produce(scheduler, second, 1) == [KvComputed(tuple(second.blocks), complete=True, cached_tokens=8)]
 
 
-def test_who_is_read_from_is_not_displaced_and_what_is_lent_does_not_run() -> None:
+def test_a_sequence_with_offered_blocks_is_not_preempted_and_frees_its_slot_when_done() -> None:
     scheduler = make_scheduler(blocks=6, max_running=1, batch_tokens=8)
-    lent, high = make_sequence((1,) * 12, 0, handoff=PRODUCE), make_sequence((2,) * 9, 1, priority=5)
-    assert produce(scheduler, lent, 1) != [None]
+    producer, high = make_sequence((1,) * 12, 0, handoff=PRODUCE), make_sequence((2,) * 9, 1, priority=5)
+    assert produce(scheduler, producer, 1) != [None]
     scheduler.add(high)
     run(scheduler, scheduler.schedule())
-    assert (lent.phase, high.phase) == (Phase.RUNNING, Phase.WAITING)
+    assert (producer.phase, high.phase) == (Phase.RUNNING, Phase.WAITING)
     assert scheduler.retract_all() == []
-    scheduler.lend(lent)
-    assert scheduler.handed_over == 1
+    scheduler.offer(producer)
+    assert scheduler.in_handoff == 1
     run(scheduler, scheduler.schedule())
     assert high.phase is Phase.RUNNING
-    scheduler.end(lent)
+    scheduler.end(producer)
     assert scheduler.pool.used == 3
 
 
-def test_who_receives_has_room_but_no_part_in_a_step_until_all_is_there() -> None:
+def test_a_receiving_sequence_has_blocks_but_takes_part_in_no_step() -> None:
     scheduler = make_scheduler(max_running=1)
     sequence = make_sequence(tuple(range(9)), handoff=CONSUME)
     scheduler.add(sequence)
     assert scheduler.schedule() == Batch([], [])
     assert scheduler.blocked
     assert scheduler.wanting == [sequence]
-    assert to_be_filled(sequence, SIZE) == KvWanted(0, tuple(sequence.blocks))
+    assert sequence.wanted_blocks(SIZE) == KvWanted(0, tuple(sequence.blocks))
     assert len(sequence.blocks) == 3
     scheduler.received(sequence)
     assert scheduler.schedule() == Batch([], [Chunk(sequence, 8, 1)])
     assert [event.block_hashes for event in scheduler.pool.events] == [tuple(sequence.hashes[:2])]  # type: ignore[union-attr]
 
 
-def test_who_stops_receiving_makes_room_at_once() -> None:
+def test_a_sequence_that_stops_receiving_frees_its_slot_at_once() -> None:
     scheduler = make_scheduler(max_running=1)
     receiving, waiting = make_sequence((1,) * 9, 0, handoff=CONSUME), make_sequence((2,) * 9, 1)
     scheduler.add(receiving)
     scheduler.add(waiting)
     scheduler.schedule()
     assert scheduler.blocked
-    scheduler.lend(receiving)
+    scheduler.offer(receiving)
     assert not scheduler.blocked
     assert scheduler.schedule().prefills == [Chunk(waiting, 0, 9)]
 
 
-def test_who_has_received_is_computed_here_after_a_preemption() -> None:
+def test_a_prompt_that_was_received_is_computed_here_after_a_preemption() -> None:
     scheduler = make_scheduler(reuse=False)
     sequence = make_sequence(tuple(range(9)), handoff=CONSUME)
     scheduler.add(sequence)
@@ -380,7 +379,7 @@ def test_who_has_received_is_computed_here_after_a_preemption() -> None:
     assert scheduler.schedule().prefills == [Chunk(sequence, 0, 9)]
 
 
-def test_nobody_waits_for_what_is_here() -> None:
+def test_a_cached_prompt_is_not_received() -> None:
     scheduler = make_scheduler()
     for arrival in range(2):
         sequence = make_sequence(tuple(range(9)), arrival, handoff=CONSUME if arrival else None)
@@ -388,11 +387,13 @@ def test_nobody_waits_for_what_is_here() -> None:
         run(scheduler, scheduler.schedule())
         assert sequence.generated == 1
     assert make_sequence((1,) * 9, score_prompt=True, handoff=CONSUME).consumes is False
-    assert Sequence(sequence.work, 1, sequence.plan, 1).consumes is False, "a later choice finds what the first has"
+    assert Sequence(sequence.work, 1, sequence.params, 1).consumes is False, (
+        "a later choice reuses the prompt of the first"
+    )
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Submit, step, abort, retract, clear, hand over in any order, on a cache so small that everything collides."""
+    """Submit, step, abort, retract, clear, offer and receive in any order, on a very small cache."""
 
     @initialize(blocks=st.integers(9, 14), max_running=st.integers(1, 4), batch_tokens=st.integers(1, 12))
     def begin(self, blocks: int, max_running: int, batch_tokens: int) -> None:
@@ -406,7 +407,7 @@ class Interleavings(RuleBasedStateMachine):
         self.known: set[int] = set()
         self.arrivals = 0
         self.wanted: dict[Sequence, KvWanted] = {}
-        self.told: dict[Sequence, dict[int, Content]] = {}
+        self.offered: dict[Sequence, dict[int, Content]] = {}
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
@@ -428,11 +429,11 @@ class Interleavings(RuleBasedStateMachine):
         was_blocked, was_there = self.scheduler.blocked, bool(self.scheduler.running)
         batch = self.scheduler.schedule()
         chunks = [*batch.prefills, *batch.decodes]
-        assert not (was_blocked and (chunks or was_there)), "who looked away has missed nothing"
+        assert not (was_blocked and (chunks or was_there)), "while it is blocked there is no step to make"
         self.note_wanted()
         if not chunks:
             assert self.scheduler.blocked
-            assert self.scheduler.lent or self.scheduler.receiving, "there is work, so something is computed"
+            assert self.scheduler.offered or self.scheduler.receiving, "there is work, so something is computed"
             return
         assert not self.scheduler.blocked
         assert sum(chunk.length for chunk in chunks) <= self.budget
@@ -445,39 +446,41 @@ class Interleavings(RuleBasedStateMachine):
         grown = run(self.scheduler, batch, token)
         for chunk in chunks:
             if chunk.sequence.produces:
-                self.note_told(chunk.sequence)
+                self.note_offered(chunk.sequence)
         for sequence in grown:
             if sequence.generated >= self.limits[sequence]:
                 self.leave(sequence)
 
     def note_wanted(self) -> None:
-        """Others write into the blocks from now on: what is there meanwhile is nobody's KV."""
+        """A transfer writes into the blocks from now on: their content is undefined until then."""
         for sequence in self.scheduler.wanting:
             assert sequence.phase is Phase.RECEIVING
             assert not sequence.generated
-            wanted = self.wanted[sequence] = to_be_filled(sequence, SIZE)
+            wanted = self.wanted[sequence] = sequence.wanted_blocks(SIZE)
             assert wanted.first + len(wanted.blocks) == -(-sequence.prompt_length // SIZE)
             for block in wanted.blocks:
                 assert self.pool.holders(block) == 1
-                assert self.pool.name(block) is None
+                assert self.pool.hash_of(block) is None
                 for place in range(SIZE):
                     self.cache[block, place] = (-1,)
         self.scheduler.wanting = []
 
-    def note_told(self, sequence: Sequence) -> None:
-        told = newly_final(sequence, SIZE)
-        if told is not None:
-            before = self.told.setdefault(sequence, {})
-            assert not before.keys() & set(told.blocks), "a block is told once"
-            stop = sequence.prompt_length if told.complete else (len(before) + len(told.blocks)) * SIZE
-            for number, block in enumerate(told.blocks, len(before)):
+    def note_offered(self, sequence: Sequence) -> None:
+        computed = sequence.take_computed_blocks(SIZE)
+        if computed is not None:
+            before = self.offered.setdefault(sequence, {})
+            assert not before.keys() & set(computed.blocks), "a block is offered once"
+            stop = sequence.prompt_length if computed.complete else (len(before) + len(computed.blocks)) * SIZE
+            for number, block in enumerate(computed.blocks, len(before)):
                 before[block] = tuple(
                     self.cache[block, position % SIZE]
                     for position in range(number * SIZE, min(stop, (number + 1) * SIZE))
                 )
             rows = [row for content in before.values() for row in content]
             salted = (hash(sequence.work.cache_salt), *sequence.tokens)
-            assert rows == [salted[: position + 2] for position in range(stop)], "what is told is the prompt's KV"
+            assert rows == [salted[: position + 2] for position in range(stop)], (
+                "offered blocks have the KV of the prompt"
+            )
 
     @precondition(lambda self: self.scheduler.receiving)
     @rule(which=st.integers(0, 100))
@@ -495,20 +498,20 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 100))
     def fail(self, which: int) -> None:
-        """What others read or write is left to them."""
+        """Blocks that a transfer uses stay as they are."""
         self.leave(self.open[which % len(self.open)])
 
     @rule()
     def retract_all(self) -> None:
         for sequence in self.scheduler.retract_all():
-            assert sequence not in self.told
+            assert sequence not in self.offered
 
     def write(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         for position in range(chunk.start, chunk.start + chunk.length):
             block = sequence.blocks[position // SIZE]
             assert self.pool.holders(block) == 1, "a block that is written has one holder"
-            assert self.pool.name(block) is None, "and can be found by nobody"
+            assert self.pool.hash_of(block) is None, "and has no hash"
             self.cache[block, position % SIZE] = (hash(sequence.work.cache_salt), *sequence.tokens[: position + 1])
 
     def read(self, chunk: Chunk) -> None:
@@ -524,26 +527,26 @@ class Interleavings(RuleBasedStateMachine):
         self.finish(sequence)
         self.scheduler.end(sequence)
 
-    @precondition(lambda self: any(not sequence.told for sequence in self.scheduler.running))
+    @precondition(lambda self: any(not sequence.offered for sequence in self.scheduler.running))
     @rule(which=st.integers(0, 100))
     def retract(self, which: int) -> None:
-        unread = [sequence for sequence in self.scheduler.running if not sequence.told]
-        self.scheduler.retract(unread[which % len(unread)])
+        movable = [sequence for sequence in self.scheduler.running if not sequence.offered]
+        self.scheduler.retract(movable[which % len(movable)])
 
     @rule()
     def clear(self) -> None:
         self.scheduler.clear()
 
     def leave(self, sequence: Sequence) -> None:
-        """Compute no more of it."""
-        if sequence.told or sequence.phase is Phase.RECEIVING:
-            self.scheduler.lend(sequence)
+        """End it with an error."""
+        if sequence.offered or sequence.phase is Phase.RECEIVING:
+            self.scheduler.offer(sequence)
         else:
             self.finish(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         self.open.remove(sequence)
-        self.told.pop(sequence, None)
+        self.offered.pop(sequence, None)
         self.wanted.pop(sequence, None)
         self.scheduler.end(sequence)
         assert sequence.blocks == []
@@ -559,26 +562,26 @@ class Interleavings(RuleBasedStateMachine):
             assert (sequence.phase is Phase.RUNNING) == (sequence in self.scheduler.running)
             assert (sequence.phase is Phase.WAITING) == (sequence in self.scheduler.waiting)
             assert (sequence.phase is Phase.RECEIVING) == (sequence in self.scheduler.receiving)
-            assert (sequence.phase is Phase.LENT) == (sequence in self.scheduler.lent)
+            assert (sequence.phase is Phase.OFFERED) == (sequence in self.scheduler.offered)
         assert len(self.scheduler.running) + len(self.scheduler.receiving) <= self.max_running
         assert self.scheduler.running == sorted(self.scheduler.running, key=lambda sequence: sequence.rank)
 
     @invariant()
-    def what_others_read_or_write_is_left_alone(self) -> None:
-        for sequence, told in self.told.items():
-            assert sequence.blocks[: len(told)] == list(told)
-            assert sequence.phase in (Phase.RUNNING, Phase.LENT)
-            for block, content in told.items():
+    def blocks_in_a_handoff_do_not_change(self) -> None:
+        for sequence, offered in self.offered.items():
+            assert sequence.blocks[: len(offered)] == list(offered)
+            assert sequence.phase in (Phase.RUNNING, Phase.OFFERED)
+            for block, content in offered.items():
                 assert tuple(self.cache[block, place] for place in range(len(content))) == content
         for sequence, wanted in self.wanted.items():
             assert tuple(sequence.blocks[wanted.first :]) == wanted.blocks
-            assert sequence.phase in (Phase.RECEIVING, Phase.LENT)
+            assert sequence.phase in (Phase.RECEIVING, Phase.OFFERED)
             assert all(self.cache[block, place] == (-1,) for block in wanted.blocks for place in range(SIZE))
-        handed_over = {*self.told, *self.wanted}
-        assert self.scheduler.handed_over == len(handed_over)
+        in_handoff = {*self.offered, *self.wanted}
+        assert self.scheduler.in_handoff == len(in_handoff)
 
     @invariant()
-    def events_tell_what_the_pool_holds(self) -> None:
+    def events_match_the_hashes_in_the_pool(self) -> None:
         for event in self.pool.events:
             match event:
                 case KvStored():
@@ -592,7 +595,7 @@ class Interleavings(RuleBasedStateMachine):
                 case KvCleared():
                     self.known.clear()
         self.pool.events = []
-        names = {self.pool.name(block) for block in range(self.pool.total)} - {None}
+        names = {self.pool.hash_of(block) for block in range(self.pool.total)} - {None}
         assert names == self.known
 
     def teardown(self) -> None:

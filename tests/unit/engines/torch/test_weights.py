@@ -83,7 +83,7 @@ def specs(tensors: Tensors) -> tuple[TensorSpec, ...]:
 
 @contextmanager
 def segment(tensors: Tensors) -> Iterator[FromSharedMemory]:
-    """Put tensors into shared memory, one after the other."""
+    """ReplaceWeights tensors into shared memory, one after the other."""
     memory = shared_memory.SharedMemory(create=True, size=sum(tensor.nbytes for tensor in tensors.values()))
     places, offset = [], 0
     for name, tensor in tensors.items():
@@ -99,22 +99,22 @@ def segment(tensors: Tensors) -> Iterator[FromSharedMemory]:
 
 async def assert_now_as(here: Session, expected: list[int], source: WeightSource) -> None:
     """Update, and find the answers of a fresh engine, with nothing remembered of the old one."""
-    assert await here.say() != expected
+    assert await here.generate() != expected
     assert await here.cached() == 32
-    outcome = await here.order(update(source))
+    outcome = await here.execute(update(source))
     assert outcome.weight_version == "2"
     assert await here.cached() == 0
     await eventually(lambda: here.clears() == 1)
-    assert await here.say() == expected
+    assert await here.generate() == expected
 
 
 async def assert_refused(here: Session, source: WeightSource, complaint: str, kind: type[BatonError]) -> None:
     """An update is refused, and nothing has changed."""
-    before = await here.say(tokens=8)
+    before = await here.generate(tokens=8)
     with pytest.raises(kind, match=complaint):
-        await here.order(update(source))
+        await here.execute(update(source))
     assert await here.cached() == 32
-    assert await here.say(tokens=8) == before
+    assert await here.generate(tokens=8) == before
     assert here.clears() == 0
 
 
@@ -128,7 +128,7 @@ def test_from_disk(model: Path, other: Path, native: bool) -> None:
     run_bounded(body())
 
 
-def test_from_the_request_itself(model: Path, other: Path, new: Tensors) -> None:
+def test_from_inline_tensors(model: Path, other: Path, new: Tensors) -> None:
     async def body() -> None:
         expected = await fresh_answer(other)
         async with session(model) as here:
@@ -137,7 +137,7 @@ def test_from_the_request_itself(model: Path, other: Path, new: Tensors) -> None
     run_bounded(body())
 
 
-def test_from_shared_memory_which_stays_its_owners(model: Path, other: Path, new: Tensors) -> None:
+def test_from_shared_memory_which_its_owner_keeps(model: Path, other: Path, new: Tensors) -> None:
     async def body() -> None:
         expected = await fresh_answer(other)
         with segment(new) as source:
@@ -148,7 +148,7 @@ def test_from_shared_memory_which_stays_its_owners(model: Path, other: Path, new
     run_bounded(body())
 
 
-def test_how_a_config_is_written_makes_no_difference(model: Path, other: Path, tmp_path: Path) -> None:
+def test_equivalent_config_files_are_accepted(model: Path, other: Path, tmp_path: Path) -> None:
     older = tmp_path / "older"
     shutil.copytree(other, older, ignore=shutil.ignore_patterns("spill"))
     config = json.loads((older / "config.json").read_text())
@@ -163,7 +163,7 @@ def test_how_a_config_is_written_makes_no_difference(model: Path, other: Path, t
     run_bounded(body())
 
 
-def test_a_part_of_the_weights_can_be_replaced(model: Path, new: Tensors, tmp_path: Path) -> None:
+def test_some_of_the_weights_can_be_replaced(model: Path, new: Tensors, tmp_path: Path) -> None:
     mixed = tmp_path / "mixed"
     shutil.copytree(model, mixed, ignore=shutil.ignore_patterns("spill"))
     save_file({**load_file(model / "model.safetensors"), HEAD: new[HEAD]}, mixed / "model.safetensors")
@@ -176,7 +176,7 @@ def test_a_part_of_the_weights_can_be_replaced(model: Path, new: Tensors, tmp_pa
     run_bounded(body())
 
 
-def test_other_types_are_converted(model: Path, new: Tensors, tmp_path: Path) -> None:
+def test_other_dtypes_are_converted(model: Path, new: Tensors, tmp_path: Path) -> None:
     halves = tmp_path / "halves"
     shutil.copytree(model, halves, ignore=shutil.ignore_patterns("spill"))
     short = {name: tensor.to(torch.bfloat16) for name, tensor in new.items()}
@@ -196,42 +196,40 @@ def test_other_types_are_converted(model: Path, new: Tensors, tmp_path: Path) ->
     run_bounded(body())
 
 
-def test_requests_that_run_go_on_with_the_new_weights(model: Path, other: Path) -> None:
+def test_running_requests_continue_with_the_new_weights(model: Path, other: Path) -> None:
     async def body() -> None:
         async with session(other) as there, session(model) as here:
             _, stream = here.start(PROMPT, LONG)
             start, _ = await read(stream, at_least=3)
-            await here.order(update(FromDisk(path=str(other))))
+            await here.execute(update(FromDisk(path=str(other))))
             end, finished = await read(stream)
             assert finished is not None
             assert len(start + end) == LONG
-            # Somewhere the old weights hand over to the new: from there on a fresh engine says the same.
+            # From some position on the tokens are those of a new engine with the new weights.
             tail = (start + end)[-200:]
-            assert await there.say(PROMPT + tuple((start + end)[:-200]), 200) == tail
+            assert await there.generate(PROMPT + tuple((start + end)[:-200]), 200) == tail
 
     run_bounded(body(), 40)
 
 
-def test_an_update_survives_a_release_and_a_released_model_takes_none(model: Path, other: Path) -> None:
+def test_updated_weights_survive_a_release(model: Path, other: Path) -> None:
     async def body() -> None:
         expected = await fresh_answer(other)
         async with session(model) as here:
-            await here.order(ReleaseMemory(tags=("kv_cache", "weights")))
-            with pytest.raises(InvalidRequest, match="resume them"):
-                await here.order(update(FromDisk(path=str(other))))
-            await here.order(ResumeMemory(tags=("weights",)))
-            await here.order(update(FromDisk(path=str(other))))
-            await here.order(ResumeMemory(tags=("kv_cache",)))
-            assert await here.say() == expected
-            await here.order(ReleaseMemory(tags=("kv_cache", "weights")))
-            await here.order(ResumeMemory(tags=("kv_cache", "weights")))
-            assert await here.say() == expected
+            await here.execute(ReleaseMemory(tags=("kv_cache", "weights")))
+            await here.execute(ResumeMemory(tags=("weights",)))
+            await here.execute(update(FromDisk(path=str(other))))
+            await here.execute(ResumeMemory(tags=("kv_cache",)))
+            assert await here.generate() == expected
+            await here.execute(ReleaseMemory(tags=("kv_cache", "weights")))
+            await here.execute(ResumeMemory(tags=("kv_cache", "weights")))
+            assert await here.generate() == expected
 
     run_bounded(body())
 
 
 def broken_directories(model: Path, other: Path, new: Tensors, place: Path) -> dict[str, Path]:
-    """Return directories with something wrong each, by what the complaint says."""
+    """Return broken directories, by the expected error message."""
     whole = (other / "model.safetensors").read_bytes()
     mutilated = {name: tensor for name, tensor in new.items() if name != "model.norm.weight"}
     contents: dict[str, bytes | Tensors] = {
@@ -296,7 +294,7 @@ def test_a_segment_that_does_not_fit_changes_nothing(model: Path, new: Tensors) 
                 norm, head = source.tensors
                 beyond = SharedTensor(name=HEAD, dtype="float32", shape=head.shape, offset=head.offset + 4)
                 crooked = SharedTensor(name=HEAD, dtype="float32", shape=head.shape, offset=head.offset - 1)
-                bad = {"beyond the segment": (norm, beyond), "which its type cannot": (norm, crooked)}
+                bad = {"beyond the segment": (norm, beyond), "not aligned to its dtype": (norm, crooked)}
                 for complaint, tensors in bad.items():
                     changed = FromSharedMemory(segment=source.segment, tensors=tensors)
                     await assert_refused(here, changed, complaint, InvalidRequest)
@@ -329,7 +327,7 @@ sys.stdin.readline()
 
 @contextmanager
 def sender(other: Path, port: int, count: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a process that is rank 0 and broadcasts so many of the tensors it is told, and dies if those are not all."""
+    """Run a process that is rank 0 and broadcasts some of its tensors, and exits early if those are not all."""
     process = subprocess.Popen(
         [sys.executable, "-c", SENDER, str(port), str(other / "model.safetensors"), str(count)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -360,30 +358,28 @@ def test_from_a_process_group(model: Path, other: Path, new: Tensors) -> None:
         with sender(other, port, len(new)) as process:
             async with session(model) as here:
                 join = JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=30)
-                await here.order(join)
+                await here.execute(join)
                 with pytest.raises(InvalidRequest, match="already in 'trainer'"):
-                    await here.order(join)
+                    await here.execute(join)
                 with pytest.raises(InvalidRequest, match="not in 'others'"):
-                    await here.order(update(FromGroup(group="others", tensors=specs(new))))
+                    await here.execute(update(FromGroup(group="others", tensors=specs(new))))
                 tell(process, " ".join(new))
                 await assert_now_as(here, expected, FromGroup(group="trainer", tensors=specs(new), timeout_s=20))
-                await here.order(LeaveGroup(group="trainer"))
+                await here.execute(LeaveGroup(group="trainer"))
                 with pytest.raises(InvalidRequest, match="not in"):
-                    await here.order(LeaveGroup(group="trainer"))
+                    await here.execute(LeaveGroup(group="trainer"))
 
     run_bounded(body(), 60)
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["peer dies", "peer is silent"])
-def test_a_broadcast_that_fails_changes_nothing_and_the_engine_goes_on(
-    model: Path, other: Path, new: Tensors, dies: bool
-) -> None:
+def test_a_failed_broadcast_changes_nothing(model: Path, other: Path, new: Tensors, dies: bool) -> None:
     async def body() -> None:
         async with session(model) as here:
             for _ in range(2):  # the group that broke has been left, and another can be joined
                 port = free_port()
                 with sender(other, port, 3) as process:
-                    await here.order(
+                    await here.execute(
                         JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=30)
                     )
                     if dies:
@@ -395,17 +391,17 @@ def test_a_broadcast_that_fails_changes_nothing_and_the_engine_goes_on(
     run_bounded(body(), 60)
 
 
-def test_a_group_that_does_not_come_together_harms_nothing(model: Path) -> None:
+def test_a_failed_join_changes_nothing(model: Path) -> None:
     async def body() -> None:
         async with session(model) as here:
-            before = await here.say()
+            before = await here.generate()
             lonely = JoinGroup(group="g", host="127.0.0.1", port=free_port(), rank=1, size=2, timeout_s=1)
             for _ in range(2):
-                with pytest.raises(EngineFailed, match="did not come together"):
-                    await here.order(lonely)
+                with pytest.raises(EngineFailed, match="could not be joined"):
+                    await here.execute(lonely)
             with pytest.raises(InvalidRequest, match="no rank 2"):
-                await here.order(JoinGroup(group="g", host="127.0.0.1", port=1, rank=2, size=2))
-            assert await here.say() == before
+                await here.execute(JoinGroup(group="g", host="127.0.0.1", port=1, rank=2, size=2))
+            assert await here.generate() == before
 
     run_bounded(body(), 60)
 
@@ -415,17 +411,17 @@ def test_requests_are_served_while_the_engine_waits_for_a_trainer(model: Path, o
         async with session(model) as here:
             port = free_port()
             joining = asyncio.create_task(
-                here.order(JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=30))
+                here.execute(JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=30))
             )
             await asyncio.sleep(0.2)
-            before = await here.say()
+            before = await here.generate()
             assert not joining.done()
             with sender(other, port, len(new)):
                 await joining
                 source = FromGroup(group="trainer", tensors=specs(new), timeout_s=2)
-                updating = asyncio.create_task(here.order(update(source)))
+                updating = asyncio.create_task(here.execute(update(source)))
                 await asyncio.sleep(0.2)
-                assert await here.say() == before
+                assert await here.generate() == before
                 assert not updating.done()
                 with pytest.raises(EngineFailed):
                     await updating
@@ -443,11 +439,11 @@ def test_an_engine_stops_at_once_while_it_waits_for_a_trainer(
         with sender(other, port, len(new)) if waits == "for tensors" else nullcontext():
             async with session(model) as here:
                 if waits == "for tensors":
-                    await here.order(join)
+                    await here.execute(join)
                     command: Command = update(FromGroup(group="trainer", tensors=specs(new), timeout_s=3))
                 else:
                     command = msgspec.structs.replace(join, timeout_s=3)
-                order = asyncio.create_task(here.order(command))
+                order = asyncio.create_task(here.execute(command))
                 await asyncio.sleep(0.2)
                 async with asyncio.timeout(2):
                     await here.engine.stop()
@@ -464,7 +460,7 @@ def test_an_engine_that_stops_leaves_its_group(model: Path, other: Path, new: Te
             port = free_port()
             with sender(other, port, len(new)):
                 async with session(model) as here:
-                    await here.order(
+                    await here.execute(
                         JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=30)
                     )
 

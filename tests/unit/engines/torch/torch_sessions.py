@@ -1,4 +1,4 @@
-"""A built-in engine on a tiny random model, with an operator and readers, for tests of its controls."""
+"""A built-in engine on a tiny random model with its readings, for tests of its commands."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ LONG = 400
 
 
 class Session:
-    """A started engine and what it has told."""
+    """A started engine and its readings."""
 
     def __init__(self, engine: TorchEngine, info: EngineInfo) -> None:
         self.engine = engine
@@ -31,7 +31,7 @@ class Session:
         self.listening = asyncio.create_task(self._listen())
         self._numbers = 0
 
-    async def order(self, command: Command) -> Outcome:
+    async def execute(self, command: Command) -> Outcome:
         return await self.engine.execute(command)
 
     def start(
@@ -48,17 +48,17 @@ class Session:
         )
         return work.request_id, self.engine.submit(work)
 
-    async def say(self, prompt: tuple[int, ...] = PROMPT, tokens: int = 16) -> list[int]:
+    async def generate(self, prompt: tuple[int, ...] = PROMPT, tokens: int = 16) -> list[int]:
         return (await read(self.start(prompt, tokens)[1]))[0]
 
     async def cached(self, prompt: tuple[int, ...] = PROMPT) -> int:
-        """How much of `prompt` the engine need not compute."""
+        """How many tokens of `prompt` are cached."""
         _, end = await read(self.start(prompt, 1)[1])
         assert end is not None
         return end.cached_tokens or 0
 
     def load(self) -> LoadSnapshot | None:
-        """What the engine told last of its load."""
+        """The last load reading."""
         return next((reading for reading in reversed(self.readings) if isinstance(reading, LoadSnapshot)), None)
 
     def clears(self) -> int:
@@ -103,11 +103,11 @@ async def session(
 
 
 def trace_names(path: Path) -> set[str]:
-    """Return the names of all that a profile has recorded."""
+    """Return the names of all events in a profile."""
     return {str(event.get("name")) for event in json.loads(path.read_text())["traceEvents"]}
 
 
 async def fresh_answer(directory: Path, **options: Any) -> list[int]:
-    """Return what a new engine on the model in `directory` says."""
+    """Return what a new engine on the model in `directory` generates."""
     async with session(directory, **options) as here:
-        return await here.say()
+        return await here.generate()

@@ -1,4 +1,4 @@
-"""What the config.json of a supported model says, checked: anything this engine would get wrong is refused by name."""
+"""Reads the config.json of a supported model. What this engine does not support is refused by name."""
 
 import math
 from pathlib import Path
@@ -109,26 +109,40 @@ def read_llama_config(directory: Path) -> LlamaConfig:
         raw = msgspec.json.decode(path.read_bytes(), type=_Raw)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    architecture = (raw.architectures or [raw.model_type or "unknown"])[0]
-    family = FAMILIES.get(architecture)
-    if family is None:
+    family = _family(raw)
+    _refuse(raw, path)
+    config = _config_of(raw, family)
+    if config.heads % config.kv_heads or config.head_dim % 2:
         raise ConfigError(
-            f"{architecture} is not a model of the built-in engine; it has {', '.join(FAMILIES)} for text and"
+            f"{path}: {config.heads} heads of {config.head_dim} over {config.kv_heads} KV heads do not divide"
+        )
+    inverse_frequencies(config)  # an unknown kind of positions is refused before the weights are read
+    return config
+
+
+def _family(raw: _Raw) -> str:
+    architecture = (raw.architectures or [raw.model_type or "unknown"])[0]
+    if architecture not in FAMILIES:
+        raise ConfigError(
+            f"{architecture} is not supported by the built-in engine; it supports {', '.join(FAMILIES)} for text and"
             f" {', '.join(sorted(ENCODERS))} for embeddings. Choose another engine with --engine"
         )
-    _refuse(raw, path)
+    return FAMILIES[architecture]
+
+
+def _config_of(raw: _Raw, family: str) -> LlamaConfig:
     rope = raw.rope_parameters or raw.rope_scaling or Rope()
     rope = msgspec.structs.replace(rope, rope_type=rope.type or rope.rope_type)
-    head_dim = raw.hidden_size // raw.num_attention_heads if raw.head_dim is None else raw.head_dim
-    config = LlamaConfig(
+    heads = raw.num_attention_heads
+    return LlamaConfig(
         family=family,
         vocab=raw.vocab_size,
         hidden=raw.hidden_size,
         ffn=raw.intermediate_size,
         layers=raw.num_hidden_layers,
-        heads=raw.num_attention_heads,
-        kv_heads=raw.num_attention_heads if raw.num_key_value_heads is None else raw.num_key_value_heads,
-        head_dim=head_dim,
+        heads=heads,
+        kv_heads=heads if raw.num_key_value_heads is None else raw.num_key_value_heads,
+        head_dim=raw.hidden_size // heads if raw.head_dim is None else raw.head_dim,
         eps=raw.rms_norm_eps,
         context=_context(raw, family, rope),
         theta=rope.rope_theta or raw.rope_theta or 10000.0,
@@ -138,10 +152,6 @@ def read_llama_config(directory: Path) -> LlamaConfig:
         o_bias=family in ("llama", "qwen3") and raw.attention_bias,
         qk_norm=family == "qwen3",
     )
-    if config.heads % config.kv_heads or config.head_dim % 2:
-        raise ConfigError(f"{path}: {config.heads} heads of {head_dim} over {config.kv_heads} KV heads do not divide")
-    inverse_frequencies(config)  # positions of a kind that is not known are refused before the weights are read
-    return config
 
 
 def _refuse(raw: _Raw, path: Path) -> None:
@@ -157,12 +167,12 @@ def _refuse(raw: _Raw, path: Path) -> None:
 
 
 def _context(raw: _Raw, family: str, rope: Rope) -> int:
-    """Return how many tokens the model can attend to with full attention, which is all this engine does."""
+    """Return the context length with full attention, the only kind that this engine computes."""
     context = raw.max_position_embeddings
     if rope.rope_type == "yarn" and rope.original_max_position_embeddings:
         context = max(context, int(rope.original_max_position_embeddings * rope.factor))
     slides = raw.use_sliding_window if raw.use_sliding_window is not None else family == "mistral"
-    # Within one window, sliding and full attention are the same.
+    # Within one window, sliding and full attention are equal.
     return min(context, raw.sliding_window) if slides and raw.sliding_window else context
 
 
@@ -184,7 +194,7 @@ def inverse_frequencies(config: LlamaConfig) -> tuple[list[float], float]:
 
 
 def _llama3(frequency: float, rope: Rope, context: int) -> float:
-    """Slow rotations are stretched by the factor, fast ones kept, those between blended."""
+    """Scale slow rotations by the factor, keep fast ones, and blend those between."""
     original = rope.original_max_position_embeddings or context
     wavelength = 2 * math.pi / frequency
     if wavelength < original / rope.high_freq_factor:

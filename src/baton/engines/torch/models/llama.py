@@ -1,6 +1,6 @@
 """The Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3) over a paged KV cache, with merged projections.
 
-Weights are plain tensors with rows as the model's files have them; nothing is packed, so they can be replaced in place.
+Weights are plain tensors in the row order of the model's files; nothing is packed, so they can be replaced in place.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - everybody's name for it
+from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies
 
@@ -40,7 +40,7 @@ class Weights(NamedTuple):
 
 
 def carve_weights(config: LlamaConfig, tensor: Carve) -> Weights:
-    """Return weights without content, each made by `tensor(shape)`."""
+    """Return weights without content, each created by `tensor(shape)`."""
     hidden, q, kv, ffn = config.hidden, config.q_size, config.kv_size, config.ffn
 
     def layer() -> Layer:
@@ -63,7 +63,7 @@ def carve_weights(config: LlamaConfig, tensor: Carve) -> Weights:
 
 
 def named_parts(config: LlamaConfig, weights: Weights) -> dict[str, Tensor]:
-    """Return where each tensor of the model's files goes, by the name it has there."""
+    """Return the target of each tensor of the model's files, by its name there."""
     parts = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}
     if not config.tied:
         parts["lm_head.weight"] = weights.head
@@ -109,7 +109,7 @@ class Span(NamedTuple):
 
 
 class Decodes(NamedTuple):
-    """Rows [first, first + n) that decode: the cache rows of each, padded to the longest, and which of them count."""
+    """Rows [first, first + n) that decode: the cache rows of each, padded to the longest, and their mask."""
 
     first: int
     slots: Tensor
@@ -127,7 +127,7 @@ class Step(NamedTuple):
 
 
 class LlamaModel:
-    """The forward pass in torch. `kv` is [layers, 2, slots, kv_heads, head_dim], a slot being one token's place."""
+    """The forward pass in torch. `kv` is [layers, 2, slots, kv_heads, head_dim], where a slot holds one token."""
 
     def __init__(self, config: LlamaConfig, weights: Weights, kv: Tensor, cos: Tensor, sin: Tensor) -> None:
         self._config = config
@@ -137,7 +137,7 @@ class LlamaModel:
         self._sin = sin
 
     def forward(self, step: Step) -> Tensor:
-        """Compute all rows, put their keys and values in the cache, and return the last hidden states."""
+        """Compute all rows, write their keys and values to the cache, and return the last hidden states."""
         config = self._config
         x = self._weights.embed[step.tokens]
         cos, sin = self._cos[step.positions].unsqueeze(1), self._sin[step.positions].unsqueeze(1)
@@ -182,13 +182,13 @@ class LlamaModel:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + half) of dimensions by the angle of its row."""
+    """Rotate each pair (i, i + half) of dimensions by the angle of its row."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def _attend_span(q: Tensor, k: Tensor, v: Tensor, before: int) -> Tensor:
-    """Causal attention of consecutive rows to everything up to themselves; `before` keys come first."""
+    """Causal attention of consecutive rows, after `before` keys of earlier rows."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     if group > 1:
@@ -202,7 +202,7 @@ def _attend_span(q: Tensor, k: Tensor, v: Tensor, before: int) -> Tensor:
 
 
 def _attend_decodes(q: Tensor, keys: Tensor, values: Tensor, decodes: Decodes) -> Tensor:
-    """One query a sequence: query heads that share a key head become the query rows of one attention call."""
+    """Attention of one query per sequence: query heads that share a key head are the rows of one attention call."""
     rows, heads, size = q.shape
     kv_heads = keys.shape[1]
     k, v = keys[decodes.slots].transpose(1, 2), values[decodes.slots].transpose(1, 2)

@@ -1,1 +1,1 @@
-"""The step of the built-in engine in native code, for CPUs: compiled on first use, optional everywhere."""
+"""The step of the built-in engine in C++ for CPUs: compiled on first use, optional."""

@@ -1,4 +1,4 @@
-"""The native step behind tensors: checks shapes once, hands over pointers, reuses its buffers."""
+"""The native step for tensors: checks shapes once, passes pointers, reuses its buffers."""
 
 import ctypes
 import weakref
@@ -25,7 +25,7 @@ PROBLEMS = {
 class Rows(NamedTuple):
     """Consecutive tokens of one sequence, the first at position `start`. `table` has its blocks, up to the last token.
 
-    What comes before `start` is in the cache.
+    The KV before `start` is in the cache.
     """
 
     tokens: list[int]
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
 
 class NativeDecoder:
-    """One step for many sequences, from tokens to logits in one call that does not hold the GIL.
+    """One step for many sequences, from tokens to logits, in one call without the GIL.
 
     A row's logits, keys and values are the same, bit for bit, alone and in any batch, in whichever chunks its prompt is
     computed, with any number of threads. Not for concurrent calls.
@@ -82,9 +82,9 @@ class NativeDecoder:
         self.bind(weights, kv)
 
     def bind(self, weights: Weights, kv: Tensor) -> None:
-        """Use these tensors from now on, and hold them. Values changed in place need no new call.
+        """Use these tensors from now on, and keep references to them. Values changed in place need no new call.
 
-        Raises ValueError, and keeps what it had, unless they have the shapes of the model and the first KV cache.
+        Raises ValueError, and keeps the previous ones, unless they have the shapes of the model and the first KV cache.
         """
         tensors = _checked(self._config, weights, self._dtype)
         _check("kv", kv, self._dtype, (self._config.layers, 2, *self._kv_shape[2:4], *self._heads()))
@@ -93,23 +93,23 @@ class NativeDecoder:
         cos, sin = (angles.data_ptr() for angles in self._angles)
         self._library.baton_decoder_bind(self._handle, pointers, kv.data_ptr(), cos, sin)
 
-    def forward(self, pieces: Iterable[Rows], wanted: list[int] | None = None) -> Tensor:
+    def forward(self, chunks: Iterable[Rows], wanted: list[int] | None = None) -> Tensor:
         """Write the keys and values of all rows into the cache; return float32 logits [len(wanted), vocabulary].
 
-        Rows count from the first token of the first piece on; without `wanted` all have logits, which the next call
+        Rows count from the first token of the first chunk; without `wanted` all have logits, which the next call
         overwrites. Raises ValueError, having done nothing, for a token, position, block or row out of range.
         """
         count = total = 0
         packed: list[int] = []
-        for tokens, start, table in pieces:
+        for tokens, start, table in chunks:
             packed += (len(tokens), start, len(table))
             packed += table
             packed += tokens
             count += 1
             total += len(tokens)
         numbers = array("i", packed)
-        rows, logits = self._asked(wanted, total)
-        self._done(
+        rows, logits = self._output_for(wanted, total)
+        self._raise_for(
             self._library.baton_decoder_forward(
                 self._handle, count, numbers.buffer_info()[0], len(logits), _address(rows), logits.data_ptr()
             )
@@ -121,17 +121,17 @@ class NativeDecoder:
 
         Raises ValueError for a row that was not there.
         """
-        rows, logits = self._asked(wanted, 0)
-        self._done(self._library.baton_decoder_score(self._handle, len(logits), _address(rows), logits.data_ptr()))
+        rows, logits = self._output_for(wanted, 0)
+        self._raise_for(self._library.baton_decoder_score(self._handle, len(logits), _address(rows), logits.data_ptr()))
         return logits
 
-    def _asked(self, wanted: list[int] | None, total: int) -> tuple["array[int] | None", Tensor]:
+    def _output_for(self, wanted: list[int] | None, total: int) -> tuple["array[int] | None", Tensor]:
         count = total if wanted is None else len(wanted)
         if len(self._logits) < count:
             self._logits = torch.empty(count, self._config.vocab)
         return None if wanted is None else array("i", wanted), self._logits[:count]
 
-    def _done(self, status: int) -> None:
+    def _raise_for(self, status: int) -> None:
         if status:
             raise ValueError(PROBLEMS[status])
 

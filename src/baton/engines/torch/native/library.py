@@ -1,4 +1,4 @@
-"""The compiled step as a library: what it is made of and how it is called. Knows nothing of models."""
+"""The native step as a library: its sources, its compiler flags and its functions. Knows nothing of models."""
 
 import ctypes
 import logging
@@ -16,7 +16,7 @@ FLAGS = ("-O3", "-w", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", 
 
 
 class Shape(ctypes.Structure):
-    """The shape of a model, field by field as step.cpp has it."""
+    """The shape of a model, with the fields of `Shape` in step.cpp."""
 
     _fields_ = [
         ("layers", c_int32),
@@ -35,11 +35,11 @@ class Shape(ctypes.Structure):
 
 
 def load_decoder_library() -> ctypes.CDLL | None:
-    """Return the compiled step, building it if need be; None, with a log line that says why, if it cannot be."""
+    """Return the native step, compiled if needed; None if that fails, with the reason in the log."""
     try:
         return _declare(load_library(SOURCES, FLAGS))
     except BuildError as error:
-        log.warning("no native step, torch does it instead: %s", error)
+        log.warning("the native step is not available, torch computes instead: %s", error)
         return None
 
 

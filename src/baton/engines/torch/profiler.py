@@ -10,17 +10,17 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from baton.errors import EngineFailed, InvalidRequest
 
 
-class Recording:
-    """Records from its making on, on the thread that makes it; ends with `finish` or `discard`, on the same thread."""
+class StepProfiler:
+    """Records from its construction until `finish` or `discard`. All of it happens on one thread."""
 
     def __init__(self, directory: str, steps: int | None) -> None:
-        """`steps` is after how many it should end. Raises InvalidRequest if nothing can be written to `directory`."""
+        """End after `steps` steps, if given. Raises InvalidRequest if nothing can be written to `directory`."""
         self.path = _new_file(Path(directory).expanduser())
         self._left = steps
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # With a schedule, however plain, torch marks every step: else the compiled one would leave no trace.
+        # With a schedule torch marks every step; without, the native step would leave no trace.
         self._profile = profile(activities=activities, schedule=lambda _: ProfilerAction.RECORD)
         try:
             self._profile.start()
@@ -37,7 +37,7 @@ class Recording:
         return self._left <= 0
 
     def finish(self) -> str:
-        """Write the recording and return where it is."""
+        """Write the profile and return its path."""
         try:
             self._profile.stop()
             self._profile.export_chrome_trace(str(self.path))
@@ -52,7 +52,7 @@ class Recording:
 
 
 def _new_file(directory: Path) -> Path:
-    """Make an empty file that no other recording uses, so that a directory that cannot be used is found out now."""
+    """Create an empty file with a new name, so that an unusable directory is reported before the profile starts."""
     stem = f"baton-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,4 +65,4 @@ def _new_file(directory: Path) -> Path:
             return path
     except OSError as error:
         raise InvalidRequest(f"directory: {error}") from None
-    raise InvalidRequest(f"directory: {directory} has too many recordings of this second")
+    raise InvalidRequest(f"directory: {directory} has too many profiles of this second")

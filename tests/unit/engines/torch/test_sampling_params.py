@@ -1,4 +1,4 @@
-"""What a request asks of the sampler: defaults, refusals, and when a choice ends."""
+"""Sampling parameters: defaults, refusals, and when a choice ends."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engines.torch.plan import SamplingPlan, finish_of, make_plan
+from baton.engines.torch.sampling_params import SamplingParams, finish_of, make_sampling_params
 from baton.errors import ConfigError, InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.ports.engine import Work
@@ -39,41 +39,59 @@ def make_work(
     )
 
 
-def plan_of(
+def params_of(
     sampling: Sampling = ANY_SAMPLING,
     stop: StopConditions = ANY_STOP,
     eos: tuple[int, ...] = (),
     defaults: SamplingDefaults = NONE,
-) -> SamplingPlan:
-    return make_plan(make_work(sampling, stop, eos=eos), 0, defaults, VOCAB)
+) -> SamplingParams:
+    return make_sampling_params(make_work(sampling, stop, eos=eos), defaults, VOCAB)
 
 
-def test_a_request_that_says_nothing_gets_openai_defaults() -> None:
-    plan = plan_of()
-    assert (plan.temperature, plan.top_k, plan.top_p, plan.min_p, plan.repetition) == (1.0, 0, 1.0, 0.0, 1.0)
-    assert not plan.greedy
-    assert not plan.edits
-    assert plan.logprobs is None
+def test_a_request_without_parameters_gets_openai_defaults() -> None:
+    params = params_of()
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty) == (
+        1.0,
+        0,
+        1.0,
+        0.0,
+        1.0,
+    )
+    assert not params.greedy
+    assert not params.edits_logits
+    assert params.logprobs is None
 
 
-def test_the_model_speaks_where_the_request_is_silent_and_zero_is_not_silence() -> None:
+def test_model_defaults_apply_where_the_request_has_none_and_zero_is_a_value() -> None:
     defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1)
-    plan = plan_of(defaults=defaults)
-    assert (plan.temperature, plan.top_p, plan.top_k, plan.min_p, plan.repetition) == (0.6, 0.9, 20, 0.1, 1.1)
+    params = params_of(defaults=defaults)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty) == (
+        0.6,
+        0.9,
+        20,
+        0.1,
+        1.1,
+    )
     asked = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
-    plan = plan_of(asked, defaults=defaults)
-    assert (plan.temperature, plan.top_p, plan.top_k, plan.min_p, plan.repetition) == (0.0, 1.0, 0, 0.0, 1.0)
-    assert plan.plain
+    params = params_of(asked, defaults=defaults)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty) == (
+        0.0,
+        1.0,
+        0,
+        0.0,
+        1.0,
+    )
+    assert params.argmax_only
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, VOCAB, VOCAB + 1])
-def test_top_k_of_everything_is_off(top_k: int) -> None:
-    assert plan_of(Sampling(top_k=top_k)).top_k == 0
+def test_top_k_of_the_whole_vocabulary_is_off(top_k: int) -> None:
+    assert params_of(Sampling(top_k=top_k)).top_k == 0
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(top_p=0.0)])
-def test_what_leaves_one_token_is_greedy(sampling: Sampling) -> None:
-    assert plan_of(sampling).plain
+def test_parameters_that_leave_one_token_are_greedy(sampling: Sampling) -> None:
+    assert params_of(sampling).argmax_only
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -81,53 +99,53 @@ def test_what_leaves_one_token_is_greedy(sampling: Sampling) -> None:
     "field",
     ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"],
 )
-def test_a_value_that_is_no_number_is_refused_by_name(field: str, bad: float) -> None:
+def test_a_value_that_is_not_finite_is_refused_by_name(field: str, bad: float) -> None:
     with pytest.raises(InvalidRequest, match=field):
-        plan_of(Sampling(**{field: bad}))
+        params_of(Sampling(**{field: bad}))
 
 
 @pytest.mark.parametrize("key", ["50", "-1", "", "a", "1.0", " 1", "٣", "1" * 5000, "+1"])
-def test_a_bias_for_what_is_no_token_is_refused(key: str) -> None:
+def test_a_bias_for_an_unknown_token_is_refused(key: str) -> None:
     with pytest.raises(InvalidRequest, match="logit_bias"):
-        plan_of(Sampling(logit_bias={key: 1.0}))
+        params_of(Sampling(logit_bias={key: 1.0}))
 
 
 @pytest.mark.parametrize("value", [100.1, -100.1, math.nan, math.inf])
 def test_a_bias_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(InvalidRequest, match="logit_bias"):
-        plan_of(Sampling(logit_bias={"7": value}))
+        params_of(Sampling(logit_bias={"7": value}))
 
 
-def test_a_bias_keeps_its_tokens_and_a_token_named_twice_is_refused() -> None:
-    assert plan_of(Sampling(logit_bias={"7": -100, "49": 1.5})).bias == ((7, -100.0), (49, 1.5))
+def test_a_bias_keeps_its_tokens_and_a_repeated_token_is_refused() -> None:
+    assert params_of(Sampling(logit_bias={"7": -100, "49": 1.5})).logit_bias == ((7, -100.0), (49, 1.5))
     with pytest.raises(InvalidRequest, match="twice"):
-        plan_of(Sampling(logit_bias={"7": 1.0, "07": 2.0}))
+        params_of(Sampling(logit_bias={"7": 1.0, "07": 2.0}))
 
 
-def test_what_the_engine_cannot_do_is_refused() -> None:
+def test_unsupported_parameters_are_refused() -> None:
     with pytest.raises(Unsupported, match="use_beam_search"):
-        plan_of(Sampling(use_beam_search=True))
+        params_of(Sampling(use_beam_search=True))
     with pytest.raises(Unsupported, match="max_thinking_tokens"):
-        plan_of(stop=StopConditions(max_thinking_tokens=5))
+        params_of(stop=StopConditions(max_thinking_tokens=5))
     with pytest.raises(InvalidRequest, match="seed"):
-        plan_of(Sampling(seed=2**63))
+        params_of(Sampling(seed=2**63))
 
 
 def test_a_seed_is_kept_and_a_missing_one_is_random() -> None:
-    assert plan_of(Sampling(seed=-5)).seed == -5
-    assert plan_of().seed != plan_of().seed
+    assert params_of(Sampling(seed=-5)).seed == -5
+    assert params_of().seed != params_of().seed
 
 
 def test_logprobs_are_never_more_than_the_vocabulary() -> None:
     output = OutputOptions(logprobs=1000, prompt_logprobs=0)
-    plan = make_plan(make_work(output=output), 0, NONE, VOCAB)
-    assert (plan.logprobs, plan.prompt_logprobs) == (VOCAB, 0)
+    params = make_sampling_params(make_work(output=output), NONE, VOCAB)
+    assert (params.logprobs, params.prompt_logprobs) == (VOCAB, 0)
 
 
-def test_ends_come_from_request_and_model_and_ignore_eos_drops_both() -> None:
+def test_eos_tokens_come_from_request_and_model_and_ignore_eos_drops_both() -> None:
     defaults = SamplingDefaults(eos_token_id=[4, 999])
-    assert plan_of(eos=(3,), defaults=defaults).ends == {3, 4}
-    assert plan_of(stop=StopConditions(ignore_eos=True), eos=(3,), defaults=defaults).ends == frozenset()
+    assert params_of(eos=(3,), defaults=defaults).eos_token_ids == {3, 4}
+    assert params_of(stop=StopConditions(ignore_eos=True), eos=(3,), defaults=defaults).eos_token_ids == frozenset()
 
 
 @given(
@@ -137,7 +155,7 @@ def test_ends_come_from_request_and_model_and_ignore_eos_drops_both() -> None:
     limit=st.integers(1, 8),
     ignore=st.booleans(),
 )
-def test_a_choice_ends_at_its_end_its_stop_or_its_limit(
+def test_a_choice_ends_at_eos_stop_token_or_max_tokens(
     token: int, generated: int, least: int, limit: int, ignore: bool
 ) -> None:
     stop = StopConditions(
@@ -147,8 +165,8 @@ def test_a_choice_ends_at_its_end_its_stop_or_its_limit(
         stop_token_ids_visible=(4,),
         stop_token_ids_hidden=(5,),
     )
-    plan = make_plan(make_work(stop=stop, eos=(1, 2), max_tokens=limit), 0, NONE, VOCAB)
-    end = finish_of(plan, token, generated)
+    params = make_sampling_params(make_work(stop=stop, eos=(1, 2), max_tokens=limit), NONE, VOCAB)
+    end = finish_of(params, token, generated)
     if token in (1, 2) and not ignore and generated >= least:
         assert end == (FinishReason.EOS, None)
     elif token in (3, 4, 5) and generated >= least:
