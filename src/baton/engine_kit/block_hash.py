@@ -28,5 +28,10 @@ def block_hashes(token_ids: Sequence[int], size: int, salt: str | None = None) -
     return hashes
 
 
+def signed_hash(name: int) -> int:
+    """Return an engine's own block hash as a signed 64-bit number, the form in which KV events carry it."""
+    return (name + 2**63) % 2**64 - 2**63
+
+
 def _signed(digest: bytes) -> int:
     return int.from_bytes(digest, "little", signed=True)
