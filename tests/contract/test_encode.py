@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.engines import EchoOptions, TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR, EchoEngine
-from baton.engines.trtllm import health
+from baton.engines.trtllm import lifecycle
 from baton.engines.trtllm.adapter import TrtllmEngine
 from baton.engines.trtllm.encoder import TrtllmEncoder
 from baton.errors import Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
@@ -195,7 +195,7 @@ def test_an_encoder_that_dies_ends_every_call(version: str) -> None:
 
 
 def test_an_encoder_that_falls_ill_is_noticed_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "HEALTH_EVERY_S", 0.02)
+    monkeypatch.setattr(lifecycle, "HEALTH_EVERY_S", 0.02)
 
     async def body() -> None:
         world = World()

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.engines import TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR
-from baton.engines.trtllm import compat, foreign, handles, handoff, kv_view, readings
+from baton.engines.trtllm import compat, handoff, kv_events, library_types, media_handles, readings
 from baton.engines.trtllm.llm_args import (
     NOT_AUTODEPLOY,
     build_arguments,
@@ -28,7 +28,7 @@ from tests.doubles.trtllm import World, make_library
 from tests.doubles.trtllm_facts import FACTS_FILE, NotInFacts, keys_in, load_facts, problems_of, ways_round_types
 
 FACTS = load_facts()
-PACKAGE = Path(inspect.getfile(foreign)).parent
+PACKAGE = Path(inspect.getfile(library_types)).parent
 CONTENT = msgspec.json.decode((FACTS_FILE).read_bytes())
 
 
@@ -49,7 +49,7 @@ def test_other_versions_are_refused_by_name(version: str) -> None:
 
 
 def test_every_shape_is_in_the_facts_of_every_version() -> None:
-    assert problems_of(inspect.getsource(foreign), foreign.SOURCES, FACTS) == []
+    assert problems_of(inspect.getsource(library_types), library_types.SOURCES, FACTS) == []
 
 
 def test_every_class_is_where_it_is_looked_for() -> None:
@@ -60,8 +60,8 @@ def test_every_class_is_where_it_is_looked_for() -> None:
 
 
 def test_every_shape_stands_for_something_or_is_pydantic() -> None:
-    shapes = set(re.findall(r"^class (\w+)\(", inspect.getsource(foreign), re.MULTILINE))
-    known = {name.removesuffix("12").removesuffix("13") for name in foreign.SOURCES}
+    shapes = set(re.findall(r"^class (\w+)\(", inspect.getsource(library_types), re.MULTILINE))
+    known = {name.removesuffix("12").removesuffix("13") for name in library_types.SOURCES}
     passed_on = {"Make", "MakeLlm", "MakeSampling", "MakeGuided", "MakeDisaggregated", "MakeScheduling", "MakeLora"}
     passed_on |= {"MakeEncoder"}
     assert {name.removesuffix("12").removesuffix("13") for name in shapes} - known - passed_on == {
@@ -84,14 +84,14 @@ def test_every_key_of_stats_and_events_is_in_the_facts() -> None:
         newer = {"attentionDpRank", "cache_salt", "layer_group_id"}
         allowed = newer if version.version.startswith("1.2") else set()
         assert keys_in(inspect.getsource(readings)) <= stats | allowed
-        assert keys_in(inspect.getsource(kv_view)) <= events | allowed
+        assert keys_in(inspect.getsource(kv_events)) <= events | allowed
     assert {"usedNumBlocks", "kvCacheStats"} <= keys_in(inspect.getsource(readings)), "the keys are found"
-    assert {"parent_hash", "window_size"} <= keys_in(inspect.getsource(kv_view)), "the keys are found"
+    assert {"parent_hash", "window_size"} <= keys_in(inspect.getsource(kv_events)), "the keys are found"
 
 
 def test_the_handed_over_fields_and_request_types_are_the_librarys() -> None:
     wire = {field.name for field in msgspec.structs.fields(handoff._Params)} - {"prompt_token_ids"}
-    wire |= {field.name for field in msgspec.structs.fields(handles.Handles)} - {"prompt"}
+    wire |= {field.name for field in msgspec.structs.fields(media_handles.Handles)} - {"prompt"}
     assert wire <= FACTS["1.3.0rc22"].keywords("disaggregated_params.DisaggregatedParams")
     assert wire <= FACTS["1.3.0rc25"].keywords("disaggregated_params.DisaggregatedParams")
     assert {handoff.CONTEXT_ONLY, handoff.GENERATION_ONLY, handoff.WHOLE} == set(CONTENT["request_types"])
@@ -136,9 +136,9 @@ def test_the_arguments_of_an_encoder_are_the_librarys(version: str) -> None:
     ],
 )
 def test_a_shape_with_a_name_that_some_version_has_not_is_found(shape: str, addition: str) -> None:
-    source = inspect.getsource(foreign)
+    source = inspect.getsource(library_types)
     assert shape in source
-    assert len(problems_of(source.replace(shape, f"{shape}\n{addition}"), foreign.SOURCES, FACTS)) >= 1
+    assert len(problems_of(source.replace(shape, f"{shape}\n{addition}"), library_types.SOURCES, FACTS)) >= 1
 
 
 def test_a_way_round_the_shapes_is_found() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from baton.config.engines import TrtllmOptions
 from baton.engine_kit.output_stream import OutputStream
 from baton.engine_kit.threads import run_in_thread
-from baton.engines.trtllm import health
-from baton.engines.trtllm.argv import Tree, find, read_arguments
+from baton.engines.trtllm import lifecycle
+from baton.engines.trtllm.cli_args import Tree, find, read_arguments
 from baton.engines.trtllm.compat import Library, load
-from baton.engines.trtllm.foreign import Llm, Result
 from baton.engines.trtllm.generate_args import Calls
 from baton.engines.trtllm.launch import context_of, make_llm, read_capacity
+from baton.engines.trtllm.library_types import Llm, Result
 from baton.engines.trtllm.llm_args import DEFAULT_BATCH, KV_TAKEN_MS, dp_size, number, plan_arguments
 from baton.engines.trtllm.loras import Loras
 from baton.engines.trtllm.metrics import EngineMetrics
@@ -205,7 +205,7 @@ class TrtllmEngine:
                 self._watching = None
             llm, self._llm = self._llm, None
             if llm is not None:
-                await health.shut_down(llm)
+                await lifecycle.shut_down(llm)
 
     @property
     def _kept_s(self) -> float:
@@ -279,7 +279,7 @@ class TrtllmEngine:
         for poll in self._polls:
             poll.start()
         assert self._library is not None
-        self._watching = asyncio.create_task(health.watch(llm, self._library, self._die), name="trtllm-health")
+        self._watching = asyncio.create_task(lifecycle.watch(llm, self._library, self._die), name="trtllm-health")
 
     def _take_stats(self, stats: list[Item]) -> None:
         if self._readings is not None and self._metrics is not None:
@@ -307,7 +307,7 @@ class TrtllmEngine:
     def _translate(self, error: Exception) -> BatonError:
         """Return what an error of the library means; one that means the end of the engine ends it for all."""
         assert self._library is not None
-        meant = health.meaning(error, self._llm, self._library)
+        meant = lifecycle.meaning(error, self._llm, self._library)
         if self._dead is None and isinstance(meant, EngineDead):
             self._die(meant)
         return meant if self._dead is None or isinstance(error, self._library.request_error) else self._dead

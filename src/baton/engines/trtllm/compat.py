@@ -8,7 +8,7 @@ from typing import cast
 
 import msgspec
 
-from baton.engines.trtllm.foreign import (
+from baton.engines.trtllm.library_types import (
     ArgumentsModel,
     Make,
     MakeCollector,

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from baton.config.engines import TrtllmOptions
 from baton.engine_kit.threads import run_in_thread
-from baton.engines.trtllm import handles, health
-from baton.engines.trtllm.argv import Tree, read_arguments
+from baton.engines.trtllm import lifecycle, media_handles
+from baton.engines.trtllm.cli_args import Tree, read_arguments
 from baton.engines.trtllm.compat import Library, load
-from baton.engines.trtllm.foreign import Encoder, EncodeResult, Handle
 from baton.engines.trtllm.launch import make_encoder
+from baton.engines.trtllm.library_types import Encoder, EncodeResult, Handle
 from baton.engines.trtllm.llm_args import build_encoder_arguments, number, plan_encoder_arguments
 from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
 from baton.media.images import decode_image
@@ -101,7 +101,7 @@ class TrtllmEncoder:
         library = self._library if self._library is not None else await run_in_thread("trtllm-import", load)
         self._library = library
         encoder = await run_in_thread("trtllm-start", lambda: self._make(library))
-        self._watching = asyncio.create_task(health.watch(encoder, library, self._die), name="trtllm-health")
+        self._watching = asyncio.create_task(lifecycle.watch(encoder, library, self._die), name="trtllm-health")
         return EngineInfo(
             model_name=self._name,
             model_dir=str(self._model_dir),
@@ -175,7 +175,7 @@ class TrtllmEncoder:
                 self._watching = None
             encoder, self._encoder = self._encoder, None
             if encoder is not None:
-                await health.shut_down(encoder)
+                await lifecycle.shut_down(encoder)
 
     def _make(self, library: Library) -> Encoder:
         """On a thread: whoever waits for it may have gone when it is done."""
@@ -224,10 +224,10 @@ class TrtllmEncoder:
         except BatonError:
             raise
         except Exception as error:
-            raise health.meaning(error, encoder, library) from error
+            raise lifecycle.meaning(error, encoder, library) from error
         if encoding.given_up:
             return {}
-        return handles.written(result.disaggregated_params, tokenizer.decode(work.token_ids))
+        return media_handles.written(result.disaggregated_params, tokenizer.decode(work.token_ids))
 
     def _take_back(self, encoding: _Encoding) -> None:
         """Nobody has been told of what was made, or will be: see that it does not stay."""

@@ -5,9 +5,9 @@ import secrets
 
 from baton.engines.trtllm import handoff
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import BothFields, DisaggregatedFields13, GenerateFields13, PromptFields
-from baton.engines.trtllm.handles import Handles, fields_of, handles_of
+from baton.engines.trtllm.library_types import BothFields, DisaggregatedFields13, GenerateFields13, PromptFields
 from baton.engines.trtllm.loras import Loras
+from baton.engines.trtllm.media_handles import Handles, fields_of, handles_of
 from baton.engines.trtllm.params import Model, engine_choices, engine_priority, sampling_params
 from baton.errors import ContextTooLong, InvalidRequest, Unsupported
 from baton.ports.engine import EngineInfo, Work

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import (
+from baton.engines.trtllm.library_types import (
     DisaggregatedFields13,
     DisaggregatedParams,
     DisaggregatedParams13,
@@ -23,7 +23,7 @@ from baton.engines.trtllm.foreign import (
     Logprob,
     TokenLogprob,
 )
-from baton.engines.trtllm.handles import Handles
+from baton.engines.trtllm.media_handles import Handles
 from baton.errors import EngineFailed, InvalidRequest
 
 CONTEXT_ONLY = "context_only"

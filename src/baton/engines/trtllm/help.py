@@ -1,7 +1,7 @@
 """What `--help-engine` prints: how arguments are written, and the ones that the installed library has."""
 
 from baton.config.engines import TrtllmOptions
-from baton.engines.trtllm.argv import GRAMMAR
+from baton.engines.trtllm.cli_args import GRAMMAR
 from baton.engines.trtllm.compat import Library, load
 from baton.errors import ConfigError
 

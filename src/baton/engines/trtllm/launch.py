@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from baton.config.engines import TrtllmOptions
-from baton.engines.trtllm.argv import Tree
+from baton.engines.trtllm.cli_args import Tree
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import Encoder, Llm, Llm13
+from baton.engines.trtllm.library_types import Encoder, Llm, Llm13
 from baton.engines.trtllm.llm_args import DEFAULT_STEP_TOKENS, build_arguments, number
 from baton.engines.trtllm.readings import kv_capacity
 from baton.errors import ConfigError, EngineDead

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from baton.config.engines import TrtllmOptions
-from baton.engines.trtllm.argv import Tree, merged
+from baton.engines.trtllm.cli_args import Tree, merged
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import ArgumentsModel
+from baton.engines.trtllm.library_types import ArgumentsModel
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)

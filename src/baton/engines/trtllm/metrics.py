@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, Metric, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import MetricsCollector12, MetricsCollector13
+from baton.engines.trtllm.library_types import MetricsCollector12, MetricsCollector13
 from baton.engines.trtllm.polls import Item
 
 log = logging.getLogger(__name__)

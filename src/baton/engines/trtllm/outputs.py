@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from baton.engine_kit.output_stream import OutputStream
 from baton.engines.trtllm import handoff
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import CompletionOutput, Result, TokenLogprob
-from baton.engines.trtllm.handles import handles_of
+from baton.engines.trtllm.library_types import CompletionOutput, Result, TokenLogprob
+from baton.engines.trtllm.media_handles import handles_of
 from baton.errors import EngineFailed
 from baton.ports.engine import Work
 from baton.protocol.handoff import Produce

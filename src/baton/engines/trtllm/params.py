@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import GuidedFields, SamplingFields13
+from baton.engines.trtllm.library_types import GuidedFields, SamplingFields13
 from baton.errors import InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults
 from baton.ports.engine import Work

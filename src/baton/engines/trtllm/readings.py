@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from baton.engines.trtllm.kv_view import KvView
+from baton.engines.trtllm.kv_events import KvView
 from baton.engines.trtllm.polls import Item
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 

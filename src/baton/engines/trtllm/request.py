@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 
 from baton.engine_kit.output_stream import OutputStream
-from baton.engines.trtllm.foreign import Result
+from baton.engines.trtllm.library_types import Result
 from baton.engines.trtllm.outputs import ResultReader
 from baton.errors import BatonError, EngineFailed, PeerLost
 from baton.ports.engine import Work

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engines.trtllm import readings as module
-from baton.engines.trtllm.kv_view import KvView
+from baton.engines.trtllm.kv_events import KvView
 from baton.engines.trtllm.polls import Poll
 from baton.engines.trtllm.readings import Readings, kv_capacity
 from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot

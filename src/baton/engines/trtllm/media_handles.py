@@ -6,7 +6,7 @@ finds out anew from the text.
 
 import msgspec
 
-from baton.engines.trtllm.foreign import DisaggregatedFields13, DisaggregatedParams, Handle
+from baton.engines.trtllm.library_types import DisaggregatedFields13, DisaggregatedParams, Handle
 from baton.errors import EngineFailed, InvalidRequest
 from baton.ports.engine import Work
 from baton.protocol.media import MediaHandles

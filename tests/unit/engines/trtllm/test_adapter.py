@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from baton.config.engines import TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR
-from baton.engines.trtllm import adapter, health
+from baton.engines.trtllm import adapter, lifecycle
 from baton.engines.trtllm.adapter import TrtllmEngine
 from baton.errors import Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.ports.engine import Work
@@ -126,7 +126,7 @@ def test_an_engine_that_dies_while_nothing_runs_is_noticed(version: str, monkeyp
             spied.made[0].shutdown()
             await eventually(lambda: not model_input(engine))
 
-    monkeypatch.setattr(health, "HEALTH_EVERY_S", 0.05)
+    monkeypatch.setattr(lifecycle, "HEALTH_EVERY_S", 0.05)
     run_bounded(body())
 
 
@@ -148,8 +148,8 @@ def test_a_health_check_that_never_answers_is_an_answer(monkeypatch: pytest.Monk
                 await read_to_the_end(stream)
         over.set()
 
-    monkeypatch.setattr(health, "HEALTH_EVERY_S", 0.05)
-    monkeypatch.setattr(health, "HEALTH_LIMIT_S", 0.2)
+    monkeypatch.setattr(lifecycle, "HEALTH_EVERY_S", 0.05)
+    monkeypatch.setattr(lifecycle, "HEALTH_LIMIT_S", 0.2)
     run_bounded(body())
 
 

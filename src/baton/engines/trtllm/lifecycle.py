@@ -7,7 +7,7 @@ from typing import cast
 
 from baton.engine_kit.threads import run_in_thread
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import Living, Living13
+from baton.engines.trtllm.library_types import Living, Living13
 from baton.errors import BatonError, EngineDead, EngineFailed
 
 HEALTH_EVERY_S = 2.0

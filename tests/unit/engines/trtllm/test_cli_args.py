@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from baton.config.engines import TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR
 from baton.engines.trtllm.adapter import TrtllmEngine
-from baton.engines.trtllm.argv import merged, read_arguments
+from baton.engines.trtllm.cli_args import merged, read_arguments
 from baton.engines.trtllm.compat import load
 from baton.engines.trtllm.help import engine_help
 from baton.engines.trtllm.launch import context_of, make_llm
