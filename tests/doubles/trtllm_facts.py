@@ -119,7 +119,7 @@ def keys_in(source: str) -> set[str]:
     return found
 
 
-def ways_round_types(source: str) -> list[str]:
+def type_escapes(source: str) -> list[str]:
     """Return what in `source` could reach an attribute that no shape declares."""
     return [
         f"line {node.lineno}: {node.func.id}"

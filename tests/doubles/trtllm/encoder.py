@@ -100,7 +100,7 @@ class EncoderState:
         )
 
     def _check_health(self) -> bool:
-        return not (self.over or self._world.ill)
+        return not (self.over or self._world.unhealthy)
 
 
 class _Executor:

@@ -42,7 +42,7 @@ class World:
         self.blocks_leaked = 0
         self.encode_gate = threading.Event()  # encoders wait for it
         self.encode_gate.set()
-        self.ill = False  # encoders say so when they are asked
+        self.unhealthy = False  # health checks of encoders fail
         self.encodes_aborted = False  # an abort comes too late for an encoder
         self._shared: dict[str, _Shared] = {}
         self._lent: dict[bytes, LentKv] = {}

@@ -1,6 +1,7 @@
-"""What the user wrote after `--`: dotted flags over JSON over a YAML file, as one tree of plain values.
+"""Arguments after `--` on the command line: dotted flags over JSON over a YAML file, as one tree of plain values.
 
-Nothing is a config object of the library before the very end, so that whoever names one field changes that field.
+The tree becomes config objects of the library only when the engine is built, so a flag for one field of a config leaves
+the other fields as they are.
 """
 
 import json
@@ -9,27 +10,29 @@ from typing import cast
 
 import yaml
 
+from baton.config.engines import TrtllmOptions
+from baton.engines.trtllm.compat import Library, load
 from baton.errors import ConfigError
 
 Tree = dict[str, object]
 
 GRAMMAR = """\
-Arguments of TensorRT-LLM, after `--`; the last of these wins:
+Arguments of TensorRT-LLM, after `--`. The later in this list wins:
   --config FILE      a YAML file of arguments
   --override JSON    an object of arguments
-  --NAME VALUE       one argument, as --max_batch_size 64; without a value it is true
-  --NAME.FIELD VALUE one field of one, as --kv_cache_config.free_gpu_memory_fraction 0.8
-Each changes the fields that it names and leaves the others."""
+  --NAME VALUE       one argument, such as --max_batch_size 64; without a value it is true
+  --NAME.FIELD VALUE one field of an argument, such as --kv_cache_config.free_gpu_memory_fraction 0.8
+Each sets only the fields that it names."""
 
 
 def read_arguments(args: tuple[str, ...]) -> Tree:
-    """Return what `args` ask for. Raises ConfigError, naming the argument."""
+    """Return the tree of `args`. Raises ConfigError, naming the argument."""
     files: list[Tree] = []
     overrides: list[Tree] = []
     flags: list[Tree] = []
-    words = list(args)
-    while words:
-        name, value = _take(words)
+    rest = list(args)
+    while rest:
+        name, value = _pop_argument(rest)
         match name:
             case "config":
                 files.append(_read_file(Path(value)))
@@ -38,13 +41,28 @@ def read_arguments(args: tuple[str, ...]) -> Tree:
             case _:
                 flags.append(_read_flag(name, value))
     tree: Tree = {}
-    for part in (*files, *overrides, *flags):
-        tree = merged(tree, part)
+    for layer in (*files, *overrides, *flags):
+        tree = merged(tree, layer)
     return tree
 
 
+def engine_help(options: TrtllmOptions, library: Library | None = None) -> str:
+    """Return the text of `--help-engine`: the syntax, and the arguments of the installed library.
+
+    Imports the library, which takes seconds. If that fails, the text has the reason instead of the arguments.
+    """
+    try:
+        library = library or load()
+    except ConfigError as error:
+        return f"{GRAMMAR}\n\nThe arguments cannot be listed: {error.message}\n"
+    model = library.arguments if options.backend == "pytorch" else library.autodeploy_arguments()
+    names = sorted(name for name in model.model_fields if not name.startswith("_"))
+    lines = [f"  --{name}  {_type_name(model.model_fields[name].annotation)}" for name in names]
+    return "\n".join([GRAMMAR, "", f"Arguments of TensorRT-LLM {library.features.version}:", *lines, ""])
+
+
 def merged(under: Tree, over: Tree) -> Tree:
-    """Return a tree with everything of both; where both have a value, the one of `over`."""
+    """Return a tree with the values of both; where both have one, that of `over`."""
     result = dict(under)
     for name, value in over.items():
         before = result.get(name)
@@ -63,27 +81,32 @@ def put(tree: Tree, path: tuple[str, ...], value: object) -> Tree:
 
 
 def find(tree: Tree, *path: str) -> object:
-    """Return what is at `path`, or None."""
+    """Return the value at `path`, or None."""
     value: object = tree
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def _take(words: list[str]) -> tuple[str, str]:
-    word = words.pop(0)
-    if not word.startswith("--") or word == "--":
-        raise ConfigError(f"{word!r} is not an argument of TensorRT-LLM: write --NAME VALUE")
-    name, equals, value = word[2:].partition("=")
-    if not equals and words and not words[0].startswith("--"):
-        value = words.pop(0)
-    elif not equals and name in ("config", "override"):
-        raise ConfigError(f"--{name} needs a value")
-    elif not equals:
-        value = "true"
-    if not all(part.replace("-", "_").isidentifier() for part in name.split(".")):
+def _pop_argument(rest: list[str]) -> tuple[str, str]:
+    """Remove one argument from the front of `rest`; return its name and value."""
+    flag = rest.pop(0)
+    if not flag.startswith("--") or flag == "--":
+        raise ConfigError(f"{flag!r} is not an argument of TensorRT-LLM: write --NAME VALUE")
+    name, equals, value = flag[2:].partition("=")
+    if not equals:
+        value = _pop_value(name, rest)
+    if not all(field.replace("-", "_").isidentifier() for field in name.split(".")):
         raise ConfigError(f"--{name} is not the name of an argument")
     return name, value
+
+
+def _pop_value(name: str, rest: list[str]) -> str:
+    if rest and not rest[0].startswith("--"):
+        return rest.pop(0)
+    if name in ("config", "override"):
+        raise ConfigError(f"--{name} needs a value")
+    return "true"
 
 
 def _read_flag(name: str, value: str) -> Tree:
@@ -91,7 +114,7 @@ def _read_flag(name: str, value: str) -> Tree:
         content = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of --{name} is not valid YAML: {_one_line(error)}") from None
-    return put({}, tuple(part.replace("-", "_") for part in name.split(".")), content)
+    return put({}, tuple(field.replace("-", "_") for field in name.split(".")), content)
 
 
 def _read_json(text: str) -> Tree:
@@ -120,3 +143,8 @@ def _checked(content: object, source: str) -> Tree:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def _type_name(annotation: object) -> str:
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return text.replace("typing.", "")

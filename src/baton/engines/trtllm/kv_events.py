@@ -1,96 +1,88 @@
-"""Which blocks an engine holds, from its KV events: only what a router can use, and told so that it fits together.
+"""KV events of the library as the events that Baton publishes. Pure and synchronous.
 
-Pure and synchronous. A router hears of full blocks of global attention, after their parents, each gone once. What it
-has been told is remembered, for every rank, and that is never more than the cache holds.
+Published are full blocks of global attention, by rank; `KvLedger` keeps the events of a rank consistent.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-from baton.protocol.events import KvCleared, KvEvent, KvRemoved, KvStored
+from baton.engine_kit.kv_ledger import KvLedger
+from baton.protocol.events import KvEvent
 
 Raw = Mapping[str, object]
 
 
-class KvView:
-    """The events of one engine, rank by rank."""
+class KvEvents:
+    """Translates the events of one engine."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._ranks: dict[int, _Rank] = {}
-        self.gaps = 0
+        self._ranks: dict[int, _RankEvents] = {}
 
-    def take(self, raw: Raw) -> list[KvEvent]:
-        """Return what one event means. Raises KeyError, TypeError or ValueError for one whose shape is not known."""
+    def translate(self, raw: Raw) -> Iterator[KvEvent]:
+        """Yield the events to publish. Raises KeyError, TypeError or ValueError for an event of unknown format."""
         number = raw.get("attention_dp_rank")
         rank = number if isinstance(number, int) else 0
-        view = self._ranks.setdefault(rank, _Rank(rank, self._block_size))
-        events = list(view.take(raw))
-        self.gaps = sum(each.gaps for each in self._ranks.values())
-        return events
+        if rank not in self._ranks:
+            self._ranks[rank] = _RankEvents(rank, self._block_size)
+        yield from self._ranks[rank].translate(raw)
 
-    def forget(self) -> list[KvEvent]:
-        """Begin anew: what was told before has not been heard."""
-        for rank in self._ranks.values():
-            list(rank.forget())
-        return [KvCleared(rank) for rank in self._ranks]
+    def unpublish(self) -> list[KvEvent]:
+        """Return the events that withdraw every block, because published events were lost."""
+        return [event for rank in self._ranks.values() for event in rank.ledger.gap()]
 
 
-class _Rank:
-    """What one rank has told.
+class _Chain(NamedTuple):
+    """The leading blocks of a stored event that can be published."""
 
-    A gap in its numbers means that events were lost, removals among them, so everything told before may be wrong: the
-    router is told that all is gone, and learns again what comes.
+    block_hashes: list[int]
+    token_ids: list[int]
+    salt: object
 
-    Models with several kinds of attention tell each block once for every kind. Only the one that looks back furthest
-    says whether a prompt can be reused. `created` events name all of them before any block is stored; until one does,
-    the widest seen so far counts, and a wider one starts anew.
+
+class _RankEvents:
+    """The events of one rank.
+
+    The library numbers its events; its buffer drops some if they are not read in time.
+
+    Models with several kinds of attention report each block once for every kind. Only the kind with the widest window
+    decides whether a prompt can be reused. `created` events list all windows before any block is stored; without them
+    the widest window so far counts, and a wider one withdraws the blocks of the narrower one.
     """
 
     def __init__(self, rank: int, block_size: int) -> None:
-        self._rank = rank
+        self.ledger = KvLedger(block_size, rank)
         self._block_size = block_size
-        self._told: set[int] = set()
         self._widest = -1
         self._group: object = None
-        self._next_id: int | None = None
-        self.gaps = 0
 
-    def take(self, raw: Raw) -> Iterator[KvEvent]:
+    def translate(self, raw: Raw) -> Iterator[KvEvent]:
         data = raw["data"]
         if not isinstance(data, Mapping):
-            raise TypeError("an event has data")
-        yield from self._check_number(raw.get("event_id"))
-        yield from self._check_window(raw.get("window_size"))
-        if not self._counts(raw):
+            raise TypeError("the data of an event is not an object")
+        event_id = raw.get("event_id")
+        if isinstance(event_id, int):
+            yield from self.ledger.advance(event_id)
+        yield from self._widen(raw.get("window_size"))
+        if not self._is_of_widest_window(raw):
             return
         match data["type"]:
             case "stored":
                 yield from self._stored(data)
             case "removed":
-                yield from self._removed(data)
-            case _:  # a block that moves to another memory is there still
+                yield from self.ledger.removed(_hashes(data["block_hashes"]))
+            case _:  # an "updated" block moves to another memory tier and stays in the cache
                 pass
 
-    def forget(self) -> Iterator[KvEvent]:
-        if self._told:
-            self._told.clear()
-            yield KvCleared(self._rank)
+    def _widen(self, window: object) -> list[KvEvent]:
+        if not isinstance(window, int) or window <= self._widest:
+            return []
+        self._widest = window
+        self._group = None
+        return self.ledger.cleared()
 
-    def _check_number(self, event_id: object) -> Iterator[KvEvent]:
-        if not isinstance(event_id, int):
-            return
-        if self._next_id is not None and event_id != self._next_id:
-            self.gaps += 1
-            yield from self.forget()
-        self._next_id = event_id + 1
-
-    def _check_window(self, window: object) -> Iterator[KvEvent]:
-        if isinstance(window, int) and window > self._widest:
-            self._widest = window
-            self._group = None
-            yield from self.forget()
-
-    def _counts(self, raw: Raw) -> bool:
+    def _is_of_widest_window(self, raw: Raw) -> bool:
+        """Of several groups of layers with the widest window, the first one counts."""
         window, group = raw.get("window_size"), raw.get("layer_group_id")
         if isinstance(window, int) and window < self._widest:
             return False
@@ -98,48 +90,43 @@ class _Rank:
             self._group = group
         return group == self._group
 
-    def _stored(self, data: Raw) -> Iterator[KvEvent]:
-        parent = _hash(data.get("parent_hash"))
-        if parent is not None and parent not in self._told:
-            return  # the router could not place it
+    def _stored(self, data: Raw) -> list[KvEvent]:
         blocks = data["blocks"]
         if not isinstance(blocks, list):
-            raise TypeError("a stored event has blocks")
-        hashes: list[int] = []
-        tokens: list[int] = []
-        salt = blocks[0].get("cache_salt") if blocks else None
-        for block in blocks:
-            name, content = _hash(block["block_hash"]), [int(token["token_id"]) for token in block["tokens"]]
-            # What follows a block that is not full, not named, or not told by its tokens alone, cannot be told either.
-            whole = name is not None and len(content) == self._block_size
-            if not whole or block.get("mm_keys") or block.get("cache_salt") != salt:
-                break
-            assert name is not None
-            hashes.append(name)
-            tokens += content
-        if hashes:
-            self._told.update(hashes)
-            yield KvStored(
-                block_hashes=tuple(hashes),
-                token_ids=tuple(tokens),
-                block_size=self._block_size,
-                parent_hash=parent,
-                dp_rank=self._rank,
-                cache_salt=salt if isinstance(salt, str) else None,
-            )
+            raise TypeError("the blocks of a stored event are not a list")
+        chain = self._publishable(blocks)
+        salt = chain.salt if isinstance(chain.salt, str) else None
+        parent = _hash(data.get("parent_hash"))
+        return self.ledger.stored(chain.block_hashes, chain.token_ids, parent, cache_salt=salt)
 
-    def _removed(self, data: Raw) -> Iterator[KvEvent]:
-        names = data["block_hashes"]
-        if not isinstance(names, list):
-            raise TypeError("a removed event has block_hashes")
-        hashes = tuple(name for name in map(_hash, names) if name in self._told)
-        if hashes:
-            self._told.difference_update(hashes)
-            yield KvRemoved(tuple(name for name in hashes if name is not None), self._rank)
+    def _publishable(self, blocks: list[Raw]) -> _Chain:
+        """Cut a chain before a block that a router cannot match: not full, unnamed, with media, or of another salt."""
+        chain = _Chain([], [], blocks[0].get("cache_salt") if blocks else None)
+        for block in blocks:
+            name, tokens = _hash(block["block_hash"]), _token_ids(block["tokens"])
+            if name is None or len(tokens) != self._block_size:
+                break
+            if block.get("mm_keys") or block.get("cache_salt") != chain.salt:
+                break
+            chain.block_hashes.append(name)
+            chain.token_ids.extend(tokens)
+        return chain
+
+
+def _token_ids(tokens: object) -> list[int]:
+    if not isinstance(tokens, list):
+        raise TypeError("the tokens of a block are not a list")
+    return [int(token["token_id"]) for token in tokens]
+
+
+def _hashes(names: object) -> list[int]:
+    if not isinstance(names, list):
+        raise TypeError("the block_hashes of a removed event are not a list")
+    return [name for name in map(_hash, names) if name is not None]
 
 
 def _hash(name: object) -> int | None:
-    """Return a block's name as a signed 64-bit number. Newer caches have longer ones, in hexadecimal."""
+    """Return the hash of a block as a signed 64-bit number. Newer versions have longer ones, in hexadecimal."""
     match name:
         case None:
             return None
@@ -148,5 +135,5 @@ def _hash(name: object) -> int | None:
         case int():
             number = name
         case _:
-            raise TypeError(f"{name!r} is not the name of a block")
+            raise TypeError(f"{name!r} is not the hash of a block")
     return (number + 2**63) % 2**64 - 2**63
