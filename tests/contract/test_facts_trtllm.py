@@ -54,9 +54,9 @@ def test_every_type_matches_the_facts_of_every_version() -> None:
 
 def test_every_imported_class_is_in_the_facts() -> None:
     for version in FACTS.values():
-        assert [path for path in compat.PATHS.values() if not version.knows(path)] == []
+        assert [path for path in compat.PATHS.values() if not version.has(path)] == []
         if version.version.startswith("1.3"):
-            assert [path for path in compat.PATHS_13.values() if not version.knows(path)] == []
+            assert [path for path in compat.PATHS_13.values() if not version.has(path)] == []
 
 
 def test_every_type_is_of_a_class_in_the_facts_or_of_pydantic() -> None:

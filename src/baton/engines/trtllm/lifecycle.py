@@ -131,7 +131,7 @@ def translate(error: Exception, engine: LibraryEngine, library: Library) -> Bato
 
 
 def accepts(engine: LibraryEngine) -> bool:
-    """Whether `engine` accepts requests, as far as this process knows. Never blocks."""
+    """Whether `engine` accepts requests, by the state in this process. Never blocks."""
     return engine._executor is not None and not engine._executor.is_shutdown()
 
 

@@ -1,6 +1,6 @@
 """From results to a stream: a result has all tokens so far, a stream gets the new ones.
 
-A count for each choice says how many tokens have been pushed. The engine may remove tokens again, those of a stop
+The tokens that have been pushed are counted for each choice. The engine may remove tokens again, those of a stop
 sequence; pushed tokens stay pushed, and none is pushed twice.
 """
 
@@ -106,19 +106,19 @@ class ResultReader:
 
     def _prompt_logprobs(self, output: CompletionOutput) -> Logprobs | None:
         """The engine's entry i is of the token after prompt token i; its last entry is of the first new token."""
-        asked, following = self._work.output.prompt_logprobs, self._work.token_ids[1:]
-        if asked is None:
+        requested, following = self._work.output.prompt_logprobs, self._work.token_ids[1:]
+        if requested is None:
             return None
         if following and not output.prompt_logprobs:
             raise EngineFailed("prompt_logprobs: the engine has returned none")
-        return _logprobs(following, (output.prompt_logprobs or ())[: len(following)], asked)
+        return _logprobs(following, (output.prompt_logprobs or ())[: len(following)], requested)
 
 
-def _logprobs(tokens: Sequence[int], given: Sequence[TokenLogprob], asked: int) -> Logprobs:
+def _logprobs(tokens: Sequence[int], given: Sequence[TokenLogprob], requested: int) -> Logprobs:
     """Return one log-probability for each token; a missing one is UNKNOWN_LOGPROB."""
     entries = [given[at] if at < len(given) else None for at in range(len(tokens))]
     chosen = tuple(_chosen(token, entry) for token, entry in zip(tokens, entries, strict=True))
-    top = tuple(_top(entry, asked) for entry in entries) if asked else ()
+    top = tuple(_top(entry, requested) for entry in entries) if requested else ()
     return Logprobs(chosen, top)
 
 
@@ -129,13 +129,13 @@ def _chosen(token: int, entry: TokenLogprob) -> float:
     return UNKNOWN_LOGPROB if entry is None else _finite(entry)
 
 
-def _top(entry: TokenLogprob, asked: int) -> tuple[TopLogprob, ...]:
+def _top(entry: TokenLogprob, requested: int) -> tuple[TopLogprob, ...]:
     """The best first. The chosen token may be an entry without being among the best."""
     if not isinstance(entry, Mapping):
         return ()
     best = sorted(entry.items(), key=lambda item: (item[1].rank or math.inf, -_finite(item[1].logprob)))
     ranked = [TopLogprob(each.rank or at, token, _finite(each.logprob)) for at, (token, each) in enumerate(best, 1)]
-    return tuple(each for each in ranked if each.rank <= asked)
+    return tuple(each for each in ranked if each.rank <= requested)
 
 
 def _finite(value: float) -> float:

@@ -13,11 +13,13 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from baton.config.engines import TrtllmOptions
+from baton.config.settings import Settings
 from baton.engines.echo.engine import MODEL_DIR
+from baton.engines.registry import build_engine
 from baton.engines.trtllm.adapter import TrtllmEngine
 from baton.engines.trtllm.lifecycle import Timeouts
 from baton.errors import Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
-from baton.ports.engine import Work
+from baton.ports.engine import HandoffStyle, Work
 from baton.protocol.commands import ListLoras, LoadLora, Pause, UnloadLora
 from baton.protocol.events import KvStored, LoadSnapshot
 from baton.protocol.ids import new_request_id
@@ -392,6 +394,24 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path) -> None:
                 await engine.execute(Pause())
 
     run_bounded(body())
+
+
+@pytest.mark.parametrize(
+    ("role", "handoff"),
+    [("aggregated", HandoffStyle.NONE), ("prefill", HandoffStyle.LATE), ("decode", HandoffStyle.LATE)],
+)
+def test_the_role_decides_the_request_type(role: Any, handoff: HandoffStyle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    engine = build_engine(Settings(engine="trtllm", role=role, model=str(MODEL_DIR), name="model"))
+    assert isinstance(engine, TrtllmEngine)
+    assert engine.capabilities.handoff is handoff
+
+
+def test_an_embedding_model_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    (tmp_path / "modules.json").write_text("[]")
+    with pytest.raises(ConfigError, match="embeddings"):
+        build_engine(Settings(engine="trtllm", model=str(tmp_path), name="model"))
 
 
 def test_lora_is_a_capability_only_if_the_arguments_enable_it() -> None:
