@@ -63,11 +63,25 @@ def _trtllm(settings: Settings) -> Engine:
         return TrtllmEncoder(settings.trtllm, settings.engine_args, Path(settings.model), settings.name)
     from baton.engines.trtllm.adapter import TrtllmEngine
 
-    return TrtllmEngine(settings.trtllm, settings.engine_args, Path(settings.model), settings.name, _part(settings))
+    request_type = _trtllm_request_type(settings)
+    return TrtllmEngine(settings.trtllm, settings.engine_args, Path(settings.model), settings.name, request_type)
+
+
+def _trtllm_request_type(settings: Settings) -> Literal["context_only", "generation_only"] | None:
+    """Return the library's name for what the engine of this role computes; None for whole requests."""
+    if embeds(settings):
+        raise ConfigError("the engine trtllm has no embeddings: use --engine torch or sglang")
+    match settings.role:
+        case "prefill":
+            return "context_only"
+        case "decode":
+            return "generation_only"
+        case _:
+            return None
 
 
 def _trtllm_help(settings: Settings) -> str:
-    from baton.engines.trtllm.help import engine_help
+    from baton.engines.trtllm.cli_args import engine_help
 
     return engine_help(settings.trtllm)
 
