@@ -18,8 +18,8 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
+from baton.control.capability_check import refuse_unsupported
 from baton.control.discovery import AdmissionGate, DeregisterReason, DiscoveryRegistration
-from baton.engine_kit.capability_check import refuse_unsupported
 from baton.errors import BatonError, Conflict, Draining, EngineDead, EngineFailed, EngineStalled, Unsupported
 from baton.ports.control import Status
 from baton.ports.engine import Engine
