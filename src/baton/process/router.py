@@ -11,8 +11,8 @@ from typing import Any
 from baton.config.directories import profile_directory
 from baton.config.settings import Settings
 from baton.control.controller import Controller
+from baton.control.http.schemas import Health, State
 from baton.control.http.server import SystemServer
-from baton.control.http.shapes import Health, State
 from baton.errors import BatonError, ConfigError, Draining, EngineDead, InvalidRequest
 from baton.metrics.exposition import TimedScrape, join
 from baton.models.directory import read_config

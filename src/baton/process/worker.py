@@ -12,8 +12,8 @@ from baton.config.load import control_token
 from baton.config.settings import Settings
 from baton.control.controller import Controller
 from baton.control.discovery import DeregisterReason, DiscoveryRegistration
+from baton.control.http.schemas import Health, State
 from baton.control.http.server import SystemServer
-from baton.control.http.shapes import Health, State
 from baton.engines.registry import build_engine, import_engine
 from baton.errors import BatonError, Draining, EngineDead, Unsupported
 from baton.health.canary import Canary, Probe, try_probe

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from baton.cli.ctl import ctl
-from baton.control.http.route_table import ROUTES
+from baton.control.http.command_table import ROUTES
 from baton.protocol.commands import (
     Command,
     FromDisk,

@@ -3,8 +3,8 @@
 import msgspec
 from aiohttp import web
 
+from baton.control.http.command_table import Route
 from baton.control.http.replies import BadBody, field_of
-from baton.control.http.route_table import Route
 from baton.errors import InvalidRequest
 from baton.protocol.commands import Command
 

@@ -5,8 +5,8 @@ from typing import cast, get_args
 
 import msgspec
 
-from baton.control.http.route_table import PREFIX, ROUTES, Route
-from baton.control.http.shapes import ProblemReply
+from baton.control.http.command_table import PREFIX, ROUTES, Route
+from baton.control.http.schemas import ProblemReply
 from baton.protocol.commands import Command
 
 Json = dict[str, object]

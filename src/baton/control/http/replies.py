@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from baton.control.http.shapes import Problem, ProblemReply
+from baton.control.http.schemas import Problem, ProblemReply
 from baton.errors import BatonError, InvalidRequest, Unsupported
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from baton import __version__
+from baton.control.http.command_table import PREFIX
+from baton.control.http.control_api import ControlRoutes, Operated
 from baton.control.http.openapi import document
 from baton.control.http.replies import answer, answered, refusal
-from baton.control.http.route_table import PREFIX
-from baton.control.http.routes import ControlRoutes, Operated
-from baton.control.http.shapes import Health
+from baton.control.http.schemas import Health
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)

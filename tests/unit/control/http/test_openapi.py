@@ -5,8 +5,8 @@ from typing import Any, get_args
 import pytest
 
 from baton import __version__
+from baton.control.http.command_table import PREFIX, ROUTES, Route
 from baton.control.http.openapi import document
-from baton.control.http.route_table import PREFIX, ROUTES, Route
 from baton.protocol.commands import Command
 from baton.testing import run_bounded
 from tests.unit.control.operated import living

@@ -10,7 +10,7 @@ import pytest
 
 from baton.config.load import control_token, load, to_environment
 from baton.config.settings import Settings
-from baton.control.http.route_table import ROUTES, TENSOR_BODY_BYTES
+from baton.control.http.command_table import ROUTES, TENSOR_BODY_BYTES
 from baton.errors import ConfigError, Conflict, EngineFailed, InvalidRequest
 from baton.ports.engine import Capabilities
 from baton.protocol.commands import FromTensors, Outcome, UpdateWeights
@@ -348,7 +348,7 @@ def test_every_call_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> N
             assert metric(text, 'baton_commands_total{command="unknown",outcome="not_found"}') == 2
             assert metric(text, 'baton_command_seconds_count{command="cache/clear"}') == 1
 
-    with caplog.at_level(logging.INFO, logger="baton.control.http.routes"):
+    with caplog.at_level(logging.INFO, logger="baton.control.http.control_api"):
         run_bounded(main())
     lines = [line for line in caplog.messages if line.startswith("control: ")]
     assert len(lines) == 4

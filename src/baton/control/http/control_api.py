@@ -10,8 +10,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from baton.control.http.bodies import read_verb
+from baton.control.http.command_table import PREFIX, ROUTES, Route
 from baton.control.http.replies import OK, answer, answered
-from baton.control.http.route_table import PREFIX, ROUTES, Route
 from baton.errors import BatonError
 from baton.ports.control import Control
 from baton.protocol.commands import Outcome
