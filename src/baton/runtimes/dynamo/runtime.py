@@ -17,11 +17,11 @@ from baton.protocol.codec import DecodeError
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.runtimes.dynamo.client import DynamoClient, KvChooser
 from baton.runtimes.dynamo.context import DynamoContext
-from baton.runtimes.dynamo.egress import Egress, Sender
 from baton.runtimes.dynamo.environment import environment
 from baton.runtimes.dynamo.errors import to_runtime
-from baton.runtimes.dynamo.kv import KvEventPublisher, LoadPublisher
 from baton.runtimes.dynamo.listener import refuse_unusable_address
+from baton.runtimes.dynamo.publishers import KvEventPublisher, LoadPublisher
+from baton.runtimes.dynamo.response_writer import Egress, Sender
 from baton.runtimes.dynamo.service_check import check_services
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import Cancelled, ReaderStalled
 from baton.ports.runtime import Wire
-from baton.runtimes.dynamo.egress import AHEAD, INLINE_BYTES, INLINE_MESSAGES, Egress
+from baton.runtimes.dynamo.response_writer import AHEAD, INLINE_BYTES, INLINE_MESSAGES, Egress
 from baton.testing import eventually, measure_lag, run_bounded
 
 
