@@ -67,7 +67,7 @@ async def _work(settings: Settings, stop: asyncio.Event, server: SystemServer) -
         settings.runtime,
         publishes_metrics=True,
         reader_stall_timeout_s=settings.reader_stall_timeout_s,
-        leave_s=settings.abort_timeout_s + 1,
+        cancel_grace_s=settings.abort_timeout_s + 1,
     )
     server.subject = worker = Worker(settings, build_engine(settings), runtime)
 

@@ -49,9 +49,9 @@ def test_what_a_node_sees_is_told_by_its_leader_and_by_no_other() -> None:
         for event in ready:
             await event.wait()
         leader, other = runtimes[0].endpoints["baton.worker.generate"]
-        await eventually(lambda: leader.told[-2:] == [STORED, KvRemoved((2,), dp_rank=1)])
-        assert LOAD in leader.told
-        assert other.told == []
+        await eventually(lambda: leader.published[-2:] == [STORED, KvRemoved((2,), dp_rank=1)])
+        assert LOAD in leader.published
+        assert other.published == []
         stop.set()
         await asyncio.gather(*running)
 
