@@ -1,4 +1,4 @@
-"""The operator's routes: the one table of paths, methods and verbs. The server, its OpenAPI document and `baton ctl`
+"""The commands of the control API: the one table of paths and methods. The server, its OpenAPI document and `baton ctl`
 read it.
 """
 
@@ -31,44 +31,44 @@ from baton.protocol.commands import (
 PREFIX = "/control/"
 BODY_BYTES = 1 << 20
 TENSOR_BODY_BYTES = 1 << 28
-"""For weights in the request itself; more goes by a disk, shared memory or a group."""
+"""For weights in the request itself. Larger models use a directory, shared memory or a process group."""
 
 
-class Route(NamedTuple):
-    """One route under `/control/`. Without a verb it only tells how things are, whatever the engine does."""
+class CommandPath(NamedTuple):
+    """One path under `/control/`. Without a command it only reports the state, and does not wait for the engine."""
 
     path: str
     method: Literal["GET", "POST"]
     command: type[Command] | None
     reply: type[Outcome] | type[Status] = Outcome
-    about: str = ""
+    description: str = ""
     body_bytes: int = BODY_BYTES
 
     @property
     def summary(self) -> str:
-        """What it is for, in one sentence: the first of its verb."""
-        text = " ".join((inspect.getdoc(self.command) or "").split()) if self.command is not None else self.about
+        """One sentence: the first of the command's docstring."""
+        text = " ".join((inspect.getdoc(self.command) or "").split()) if self.command is not None else self.description
         return text.split(". ")[0].rstrip(".")
 
 
-ROUTES = (
-    Route("status", "GET", None, Status, about="Tell where the worker stands with its orders"),
-    Route("memory/release", "POST", ReleaseMemory),
-    Route("memory/resume", "POST", ResumeMemory),
-    Route("pause", "POST", Pause),
-    Route("continue", "POST", Continue),
-    Route("weights/update", "POST", UpdateWeights, body_bytes=TENSOR_BODY_BYTES),
-    Route("weights/version", "GET", None, about="Tell what the weights in place are called"),
-    Route("weights/version", "POST", SetWeightVersion),
-    Route("weights/group/join", "POST", JoinGroup),
-    Route("weights/group/leave", "POST", LeaveGroup),
-    Route("cache/clear", "POST", ClearCache),
-    Route("profile/start", "POST", StartProfile),
-    Route("profile/stop", "POST", StopProfile),
-    Route("experts/record/start", "POST", StartExpertRecord),
-    Route("experts/record/stop", "POST", StopExpertRecord),
-    Route("experts/record/dump", "POST", DumpExpertRecord),
-    Route("lora/load", "POST", LoadLora),
-    Route("lora/unload", "POST", UnloadLora),
-    Route("lora/list", "GET", ListLoras),
+COMMAND_PATHS = (
+    CommandPath("status", "GET", None, Status, description="Return the state of the worker"),
+    CommandPath("memory/release", "POST", ReleaseMemory),
+    CommandPath("memory/resume", "POST", ResumeMemory),
+    CommandPath("pause", "POST", Pause),
+    CommandPath("continue", "POST", Continue),
+    CommandPath("weights/update", "POST", UpdateWeights, body_bytes=TENSOR_BODY_BYTES),
+    CommandPath("weights/version", "GET", None, description="Return the version of the current weights"),
+    CommandPath("weights/version", "POST", SetWeightVersion),
+    CommandPath("weights/group/join", "POST", JoinGroup),
+    CommandPath("weights/group/leave", "POST", LeaveGroup),
+    CommandPath("cache/clear", "POST", ClearCache),
+    CommandPath("profile/start", "POST", StartProfile),
+    CommandPath("profile/stop", "POST", StopProfile),
+    CommandPath("experts/record/start", "POST", StartExpertRecord),
+    CommandPath("experts/record/stop", "POST", StopExpertRecord),
+    CommandPath("experts/record/dump", "POST", DumpExpertRecord),
+    CommandPath("lora/load", "POST", LoadLora),
+    CommandPath("lora/unload", "POST", UnloadLora),
+    CommandPath("lora/list", "GET", ListLoras),
 )

@@ -1,4 +1,4 @@
-"""The operator's routes on HTTP: who may give orders, which orders there are, and what came of them."""
+"""The control API over HTTP: authorises a request, decodes its command, executes it and replies."""
 
 import hmac
 import logging
@@ -6,111 +6,146 @@ import time
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from baton.control.http.bodies import read_verb
-from baton.control.http.command_table import PREFIX, ROUTES, Route
-from baton.control.http.replies import OK, answer, answered
-from baton.errors import BatonError
+from baton.control.http.command_table import COMMAND_PATHS, PREFIX, CommandPath
+from baton.control.http.replies import OK, BadBody, field_of, json_reply, reply_of
+from baton.errors import BatonError, InvalidRequest
 from baton.ports.control import Control
-from baton.protocol.commands import Outcome
+from baton.protocol.commands import Command, Outcome
 
 log = logging.getLogger(__name__)
 
 
-class Operated(Protocol):
-    """What stands behind the routes. Called in the event loop."""
+class Controlled(Protocol):
+    """The process behind the control API. Called in the event loop."""
 
     def control(self) -> Control | None:
-        """Return what takes orders, None before it does. Raises Unsupported if it never will."""
+        """Return what executes commands, None during the start. Raises Unsupported if there never is one."""
 
     def count_command(self, command: str, outcome: str, seconds: float) -> None:
-        """Count a call: its verb, how it ended ("ok" or the code of its error), and how long it took."""
+        """Count a command: its path, its outcome ("ok" or the code of its error), and its duration."""
 
 
 class Unauthorized(BatonError):
-    """The call did not bring the token."""
+    """The request has no token, or a wrong one."""
 
     code = "unauthorized"
     status = 401
 
 
 class Forbidden(BatonError):
-    """The call comes from a page in a browser, which acts for whoever has written the page."""
+    """The request was sent by a web page, which may act without the operator's knowledge."""
 
     code = "forbidden"
     status = 403
 
 
 class Starting(BatonError):
-    """There is nothing yet that could take orders."""
+    """The worker is starting and cannot execute commands yet."""
 
     code = "starting"
     status = 503
     retryable: ClassVar[bool] = True
 
 
-class ControlRoutes:
-    """Everything under `/control/`. With a token, every call must bring it; without one, whoever comes is served."""
+class TooLarge(InvalidRequest):
+    """The body is larger than the command allows."""
 
-    def __init__(self, token: str, operated: Callable[[], Operated | None]) -> None:
+    code = "too_large"
+    status = 413
+
+
+class ControlApi:
+    """Everything under `/control/`. With a token, every request must bring it; without one, every request is served."""
+
+    def __init__(self, token: str, controlled: Callable[[], Controlled | None]) -> None:
         self._token = token.encode()
-        self._operated = operated
-        self._routes: dict[tuple[str, str], Route] = {(r.method, f"{PREFIX}{r.path}"): r for r in ROUTES}
+        self._controlled = controlled
+        self._paths: dict[tuple[str, str], CommandPath] = {
+            (entry.method, f"{PREFIX}{entry.path}"): entry for entry in COMMAND_PATHS
+        }
 
     def add_to(self, app: web.Application) -> None:
-        """Put the routes into `app`."""
-        for (method, path), route in self._routes.items():
-            app.router.add_route(method, path, self._handler(route))
+        """Add the commands to `app`."""
+        for (method, path), entry in self._paths.items():
+            app.router.add_route(method, path, self._handler(entry))
 
-    async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a call below `/control/`, to a route that exists or not, and tell log and metrics how it went."""
+    async def serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Reply to a request below `/control/`, for a command that exists or not; log and count it."""
         started = time.monotonic()
-        response, outcome, message = await answered(request, self._admitting(handler))
+        response, outcome, message = await reply_of(request, self._authorized(handler))
         seconds = time.monotonic() - started
-        route = self._routes.get((request.method, request.path))
-        command = route.path if route is not None else "unknown"
+        entry = self._paths.get((request.method, request.path))
+        command = entry.path if entry is not None else "unknown"
         level = logging.INFO if outcome == OK else logging.WARNING
-        told = f"{outcome}: {message}" if message else outcome
-        log.log(level, "control: %s from %s in %.3f s: %s", command, request.remote, seconds, told)
-        if (operated := self._operated()) is not None:
-            operated.count_command(command, outcome, seconds)
+        result = f"{outcome}: {message}" if message else outcome
+        log.log(level, "control: %s from %s in %.3f s: %s", command, request.remote, seconds, result)
+        if (controlled := self._controlled()) is not None:
+            controlled.count_command(command, outcome, seconds)
         if response.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
         return response
 
-    def _admitting(self, handler: Handler) -> Handler:
-        async def admit(request: web.Request) -> web.StreamResponse:
-            self._refuse_strangers(request)
+    def _authorized(self, handler: Handler) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            self._authorize(request)
             return await handler(request)
 
-        return admit
+        return handle
 
-    def _refuse_strangers(self, request: web.Request) -> None:
+    def _authorize(self, request: web.Request) -> None:
         if "Origin" in request.headers:
-            raise Forbidden("orders are not taken from web pages")
+            raise Forbidden("commands from web pages are refused")
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        known = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
-        if self._token and not (known and scheme.lower() == "bearer"):
-            raise Unauthorized("orders need the token of this worker: Authorization: Bearer ...")
+        matches = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
+        if self._token and not (matches and scheme.lower() == "bearer"):
+            raise Unauthorized("commands need the token of this worker: Authorization: Bearer ...")
 
-    def _handler(self, route: Route) -> Handler:
+    def _handler(self, entry: CommandPath) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             control = self._control()
-            if route.command is not None:
-                return answer(await control.execute(await read_verb(request, route, route.command)))
+            if entry.command is not None:
+                return json_reply(await control.execute(await read_command(request, entry, entry.command)))
             status = control.status()
-            if route.reply is not Outcome:
-                return answer(status)
+            if entry.reply is not Outcome:
+                return json_reply(status)
             version = status.weight_version
-            return answer(Outcome(message=f"the weights are called {version}", weight_version=version))
+            return json_reply(Outcome(message=f"the weight version is {version}", weight_version=version))
 
         return handle
 
     def _control(self) -> Control:
-        operated = self._operated()
-        control = operated.control() if operated is not None else None
+        controlled = self._controlled()
+        control = controlled.control() if controlled is not None else None
         if control is None:
             raise Starting("this worker is starting")
         return control
+
+
+async def read_command(request: web.Request, entry: CommandPath, kind: type[Command]) -> Command:
+    """Return the command of `kind` in the body of `request`; no body counts as an empty object.
+
+    Raises TooLarge, InvalidRequest (not JSON) or BadBody (does not fit the command).
+    """
+    body = await _read(request, entry.body_bytes)
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        raise BadBody(f"{entry.path}: {error}", field_of(str(error))) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidRequest(f"{entry.path}: {error}") from None
+
+
+async def _read(request: web.Request, limit: int) -> bytearray:
+    too_large = TooLarge(f"the body may have at most {limit} bytes")
+    if (request.content_length or 0) > limit:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.content.iter_any():
+        body += chunk
+        if len(body) > limit:
+            raise too_large
+    return body
