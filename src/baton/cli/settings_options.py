@@ -75,9 +75,9 @@ def _click_option(option: Option) -> click.Option:
 
 
 def _help_engine(settings: Settings) -> int:
-    from baton.engines.registry import words_help
+    from baton.engines.registry import engine_args_help
 
-    click.echo(words_help(settings))
+    click.echo(engine_args_help(settings))
     return 0
 
 
