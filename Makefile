@@ -2,50 +2,64 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# What serving needs, and what development needs besides, in one environment.
+SERVING := $(VENV)/.serving
+DEVELOPMENT := $(VENV)/.development
 ARGS ?=
+# Test processes: most tests wait for processes of theirs, so there is one more than a small machine has cores.
+JOBS ?= 3
+PARALLEL := --numprocesses $(JOBS) --dist loadfile
+# Left to `make test-all`.
+LONG := faults or fuzz or soak or slow
 
-.PHONY: serve test test-fast test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers cluster-packages clean
+.PHONY: serve unit test test-all test-long test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers cluster-packages clean
 
-serve: $(STAMP)
+serve: $(SERVING)
 	$(BIN)/baton serve $(ARGS)
 
-test: check cluster-packages
-	$(BIN)/python -m pytest $(ARGS)
+# docs/testing.md says what each tier runs.
+unit: $(DEVELOPMENT)
+	$(BIN)/python -m pytest --numprocesses 2 -p tests.without_torch -m "not (process or torch)" \
+		tests/unit tests/contract/test_engine_echo.py tests/contract/test_runtime_memory.py $(ARGS)
 
-test-fast: check
-	$(BIN)/python -m pytest -m "not e2e" $(ARGS)
+test: check cluster-packages
+	$(BIN)/python -m pytest $(PARALLEL) -m "not ($(LONG))" $(ARGS)
+
+test-all: test test-long test-sglang
+
+test-long: $(DEVELOPMENT) cluster-packages
+	$(BIN)/python -m pytest $(PARALLEL) -m "$(LONG)" $(ARGS)
 
 # Against the real SGLang, on the CPU, in an environment of its own (3 GB).
 test-sglang:
 	PYTHON=$(PYTHON) scripts/sglang_cpu/install.sh .venv-sglang
 	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-sglang/bin/python -m pytest tests/real_sglang $(ARGS)
 
-check: $(STAMP)
+check: $(DEVELOPMENT)
 	$(BIN)/ruff format --check src tests bench tools
 	$(BIN)/ruff check src tests bench tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 	$(BIN)/python -m tools.generate_docs --check
 
-docs: $(STAMP)
+docs: $(DEVELOPMENT)
 	$(BIN)/python -m tools.generate_docs
 
 bench: bench-path bench-engine bench-disagg bench-handlers bench-router
 
-bench-path: $(STAMP)
+bench-path: $(DEVELOPMENT)
 	$(BIN)/python -m bench.path $(ARGS)
 
-bench-engine: $(STAMP)
+bench-engine: $(DEVELOPMENT)
 	$(BIN)/python -m bench.engine $(ARGS)
 
-bench-disagg: $(STAMP)
+bench-disagg: $(DEVELOPMENT)
 	$(BIN)/python -m bench.disagg $(ARGS)
 
-bench-handlers: $(STAMP)
+bench-handlers: $(DEVELOPMENT)
 	$(BIN)/python -m bench.handlers $(ARGS)
 
-bench-router: $(STAMP)
+bench-router: $(DEVELOPMENT)
 	$(BIN)/python -m bench.router $(ARGS)
 
 # Other engines to compare with, each in an environment of its own under .bench/ (4.4 GB).
@@ -58,11 +72,13 @@ cluster-packages:
 		apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends etcd-server nats-server >/dev/null; \
 	fi
 
-$(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[dev,bench,torch]'
+$(SERVING): pyproject.toml constraints.txt
+	PYTHON=$(PYTHON) scripts/install.sh $(VENV) torch
 	@touch $@
+
+$(DEVELOPMENT): pyproject.toml constraints.txt
+	PYTHON=$(PYTHON) scripts/install.sh $(VENV) torch,nixl,bench,dev
+	@touch $@ $(SERVING)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

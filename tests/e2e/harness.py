@@ -70,7 +70,7 @@ def _is_free(port: int) -> bool:
 def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a `baton` process: nothing that another Baton or its runtime would read, but ours."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "DYN_"))}
-    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "ETCD_ENDPOINTS", "NATS_SERVER"):
+    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "ETCD_ENDPOINTS", "NATS_SERVER", "PYTHONDONTWRITEBYTECODE"):
         inherited.pop(name, None)
     return {**inherited, **(settings or {})}
 
@@ -102,12 +102,18 @@ def assert_unbroken(text: str, prompt: str, tokens: int) -> int:
 class Process:
     """One `baton` command, with its output in a file."""
 
-    def __init__(self, arguments: Iterable[str], output: Path, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Iterable[str], output: Path, settings: Mapping[str, str] | None = None, program: str = BATON
+    ) -> None:
         self.output = output
         self.arguments = tuple(arguments)
         with output.open("ab") as file:
             self.popen = subprocess.Popen(
-                self.command(arguments), stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment(settings)
+                [program, *self.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment(settings),
             )
         self.pid = self.popen.pid
 
@@ -266,13 +272,14 @@ class Serve(System):
         decode: int = 0,
         encoders: int = 0,
         settings: Mapping[str, str] | None = None,
+        program: str = BATON,
     ) -> None:
         super().__init__(directory, (prefill + decode or workers) + encoders, engine)
         flags = ["--engine", engine]
         flags += ["--prefill", str(prefill), "--decode", str(decode)] if prefill else ["--workers", str(workers)]
         flags += ["--port", str(self.port), "--system-port", str(self.system_ports[0])]
         self.process = Process(
-            ["serve", *flags, "--log-dir", str(directory), *arguments], directory / "serve.log", settings
+            ["serve", *flags, "--log-dir", str(directory), *arguments], directory / "serve.log", settings, program
         )
         running.append(self)
 

@@ -220,7 +220,7 @@ def test_leaving_the_queue_of_late_prefills_frees_everything(late: Serve, note: 
 # The milliseconds between prefill and decode
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize(("style", "times"), [("early", 60), ("late", 60)])
 def test_leaving_around_the_end_of_prefill_frees_both_workers(
     style: str, times: int, request: pytest.FixtureRequest, note: Note
@@ -366,7 +366,7 @@ def brief(start: Callable[..., Serve], model: str) -> Callable[..., Serve]:
     return lambda *more: start(Serve, "--model", model, *flags, *more, engine="torch", prefill=1, decode=1)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("victim", [PREFILL, DECODE], ids=["prefill worker", "decode worker"])
 @pytest.mark.parametrize("style", ["early", "late"])
@@ -401,7 +401,7 @@ def test_a_worker_that_is_told_to_stop_leaves_the_other_nothing(
     serve.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_server_that_is_told_to_stop_leaves_nothing(brief: Callable[..., Serve], phase: str, note: Note) -> None:
     serve = brief()

@@ -25,7 +25,7 @@ from tests.doubles.tiny_models import make_tiny_model
 from tests.e2e.disagg import PREFILL, Reading, difference, seconds_until_free
 from tests.e2e.harness import Serve
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
 
 MODEL = "tiny"
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "5000"))

@@ -9,7 +9,7 @@ import schemathesis
 
 from tests.e2e.harness import Serve, events
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.fuzz]
 
 SERVE = ("--echo-context", "256")
 

@@ -38,7 +38,7 @@ def test_a_frozen_worker_is_killed_and_named(start: Callable[..., Serve]) -> Non
     assert "worker-0 did not" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_worker_that_was_frozen_until_discovery_forgot_it_comes_back(start: Callable[..., Serve]) -> None:
     serve = start(Serve, "--canary-interval-s", "1", workers=2)
     frozen = serve.worker(1)

@@ -127,6 +127,7 @@ def test_rows_with_tokens_missing_are_refused() -> None:
         peer_run.run_cell(Short(), [[1], [2]], 4)
 
 
+@pytest.mark.process
 def test_memory_is_that_of_the_whole_family() -> None:
     alone = peer_run.family(os.getpid())
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
@@ -172,6 +173,7 @@ def program(tmp_path: Path, source: str) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_a_peer_is_measured_and_its_chatter_is_no_result(tmp_path: Path) -> None:
     shutil.copy(engine_runs.RUN, tmp_path / "run.py")
     (tmp_path / "fake_peer.py").write_text(FAKE_PEER)
@@ -184,12 +186,14 @@ def test_a_peer_is_measured_and_its_chatter_is_no_result(tmp_path: Path) -> None
     assert found.outputs["decode-4"][0] == Answer(tokens=first)
 
 
+@pytest.mark.process
 def test_a_peer_that_cannot_be_loaded_fails_with_its_error(tmp_path: Path) -> None:
     shutil.copy(engine_runs.RUN, tmp_path / "run.py")
     with pytest.raises(EngineRunFailed, match="ended with 1: ModuleNotFoundError: No module named 'nowhere'"):
         ask(Path(sys.executable), spec_of("nowhere"), 30.0, tmp_path / "run.py")
 
 
+@pytest.mark.process
 def test_a_failure_tells_no_paths(tmp_path: Path) -> None:
     source = "raise SystemExit('cannot read /home/somebody/models/weights.bin')"
     run = run_with(program(tmp_path, source), 30.0)
@@ -197,11 +201,13 @@ def test_a_failure_tells_no_paths(tmp_path: Path) -> None:
     assert run.measured is None
 
 
+@pytest.mark.process
 def test_a_line_that_is_no_result_is_a_failure(tmp_path: Path) -> None:
     with pytest.raises(EngineRunFailed, match="no result in what it wrote"):
         ask(Path(sys.executable), spec_of(), 30.0, program(tmp_path, "print('hello')"))
 
 
+@pytest.mark.process
 def test_a_deadline_kills_the_whole_family(tmp_path: Path) -> None:
     hung = """
         import pathlib, subprocess, sys, time
@@ -351,6 +357,7 @@ def test_results_keep_no_answers() -> None:
 # Our own engine's side
 
 
+@pytest.mark.torch
 def test_the_driver_follows_every_stream_to_its_end() -> None:
     pytest.importorskip("torch")
     from baton.config.engines import EchoOptions
@@ -367,6 +374,7 @@ def test_the_driver_follows_every_stream_to_its_end() -> None:
     assert [len(row["times"]) for row in (*rows, *again)] == [4, 4, 1]
 
 
+@pytest.mark.torch
 def test_a_profile_times_parts_by_name_and_tells_which_are_missing() -> None:
     pytest.importorskip("torch")
     from bench.engine_profile import Clocks, Part, split_table

@@ -169,6 +169,7 @@ def baton(*args: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.process
 def test_output_of_a_real_process_is_the_same(file: Path) -> None:
     done = baton(file, "--isl", 7)
     assert (done.returncode, done.stderr) == (0, "")
@@ -178,6 +179,7 @@ def test_output_of_a_real_process_is_the_same(file: Path) -> None:
     assert missing.stderr == f"baton: cannot read {file.with_name('nowhere.yaml')}: No such file or directory\n"
 
 
+@pytest.mark.process
 def test_real_process_warns_about_an_unreachable_pool(file: Path) -> None:
     file.write_text(POOLS.replace("[[fast, slow], [slow, slow]]", "[[fast, fast], [fast, fast]]"))
     done = baton(file)

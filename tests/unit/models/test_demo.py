@@ -14,6 +14,8 @@ from baton.models.demo import DEMOS, Demo, prepare_demo
 from baton.models.directory import read_config, resolve_model, served_name
 from baton.models.gguf_model import convert_gguf
 
+pytestmark = pytest.mark.process
+
 FILES = {"baton_toy/model/config.json": b'{"vocab_size": 3}', "baton_toy/model/sub/weights": b"\0" * 1000}
 
 

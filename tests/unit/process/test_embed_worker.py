@@ -121,6 +121,7 @@ def test_preparing_a_model_is_idempotent(directory: Path) -> None:
     assert prepare_model(msgspec.structs.replace(Settings(), engine="echo")).name == "echo"
 
 
+@pytest.mark.torch
 def test_the_torch_engine_embeds_with_encoder_models(directory: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

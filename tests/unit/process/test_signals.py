@@ -5,6 +5,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 PROGRAM = """
 import asyncio, time
 from baton.process.signals import stop_on_signals

@@ -95,6 +95,7 @@ time.sleep(1.0)
 """
 
 
+@pytest.mark.process
 def test_exit_of_the_supervisor_is_noticed(supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "40000")
     with subprocess.Popen([sys.executable, "-c", PARENT]):

@@ -3,10 +3,13 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from baton.testing import run_bounded
 from baton.topology.process import Process
 
 
+@pytest.mark.process
 def test_cancelled_start_keeps_track_of_the_process(tmp_path: Path) -> None:
     async def body() -> None:
         process = Process("one", "--version", {}, tmp_path, tmp_path / "one.log")

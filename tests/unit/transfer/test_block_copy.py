@@ -119,7 +119,7 @@ def test_memory_of_a_gpu_is_refused_by_cpu_transports() -> None:
         require_host(msgspec.structs.replace(MEMORY, device="cuda:0"), "shm")
 
 
-@pytest.fixture(params=["compiled", "numpy"])
+@pytest.fixture(params=[pytest.param("compiled", marks=pytest.mark.process), "numpy"])
 def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The copy in use: without a compiler it is numpy's."""
     load_copier.cache_clear()
@@ -174,6 +174,7 @@ def test_a_copy_can_be_stopped_in_the_middle(copier: str) -> None:
     pytest.fail("no copy was stopped in the middle")
 
 
+@pytest.mark.process
 @settings(max_examples=20, deadline=None)
 @given(blocks_of_90)
 def test_compiled_and_numpy_copy_agree(blocks: list[int]) -> None:

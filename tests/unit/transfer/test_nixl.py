@@ -30,7 +30,7 @@ from tests.unit.transfer.kv_caches import (
     producer,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not available(), reason="nixl-cu12 is not installed")]
+pytestmark = [pytest.mark.process, pytest.mark.skipif(not available(), reason="nixl-cu12 is not installed")]
 
 TICKET = Ticket(host="", port=0, room=1, secret=b"")
 OVER_TCP = {"UCX_TLS": "tcp"}

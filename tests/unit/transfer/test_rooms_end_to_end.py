@@ -21,6 +21,8 @@ from baton.transfer.room_server import RoomServer, open_room_server
 from baton.transfer.tcp import TcpClient
 from tests.unit.transfer.kv_caches import SECRET, SHAPE, Cache
 
+pytestmark = pytest.mark.process  # the compiler, for the copy of blocks in shared memory
+
 PLANES, BLOCK_BYTES, BLOCKS = 4, 512, 32
 QUICK = KvTransferOptions(claim_timeout_s=5.0, heartbeat_s=0.05, peer_timeout_s=1.0)
 

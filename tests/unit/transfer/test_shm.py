@@ -37,6 +37,8 @@ from tests.unit.transfer.kv_caches import (
     settled_holdings,
 )
 
+pytestmark = pytest.mark.process
+
 TICKET = Ticket(host="127.0.0.1", port=1, room=ROOM, secret=SECRET)
 BIG = ProducerSetup("shm", planes=2, blocks=64, block_bytes=1 << 20)
 

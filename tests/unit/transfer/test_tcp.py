@@ -39,6 +39,8 @@ from tests.unit.transfer.kv_caches import (
     settled_holdings,
 )
 
+pytestmark = pytest.mark.process
+
 SO_SNDBUFFORCE = 32
 BIG = ProducerSetup("tcp", planes=2, blocks=64, block_bytes=1 << 20)
 

@@ -118,6 +118,7 @@ def test_a_poll_keeps_its_interval_when_the_call_returns_at_once() -> None:
     run_bounded(body())
 
 
+@pytest.mark.process
 def test_d21_imports_do_not_change_logging_or_import_the_library() -> None:
     code = (
         "import logging, sys; import baton.engines.trtllm.adapter, baton.engines.trtllm.encoder; "

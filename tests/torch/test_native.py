@@ -548,7 +548,7 @@ def test_the_library_is_compiled_once_and_then_found(tmp_path: Path) -> None:
 
 PORTABLE = """
 import torch
-from tests.unit.engines.torch.test_native import Case, Prompt, SHAPES, shape
+from tests.torch.test_native import Case, Prompt, SHAPES, shape
 for name in ("llama", "odd heads", "odd widths"):
     for dtype, near in ((torch.float32, 1e-4), (torch.bfloat16, 0.05)):
         case = Case(shape(**SHAPES[name]), dtype, [0, 15, 128, 400])

@@ -23,7 +23,7 @@ from baton.protocol.commands import (
 )
 from baton.testing import eventually, run_bounded
 from tests.doubles.tiny_models import make_tiny_model
-from tests.unit.engines.torch.torch_sessions import LONG, PROMPT, Session, read, session, trace_names
+from tests.torch.torch_sessions import LONG, PROMPT, Session, read, session, trace_names
 
 BOTH = ("kv_cache", "weights")
 HALTING: list[tuple[Command, Command]] = [

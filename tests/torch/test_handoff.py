@@ -31,7 +31,7 @@ from baton.protocol.requests import GuidedDecoding
 from baton.testing import eventually, run_bounded
 from baton.testing.handoff_session import CONSUME, read_block, wanted_by, write_block
 from tests.doubles.tiny_models import make_tiny_model
-from tests.unit.engines.torch.torch_sessions import LONG, PROMPT, Session, read, session
+from tests.torch.torch_sessions import LONG, PROMPT, Session, read, session
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from baton.protocol.commands import (  # noqa: E402
 )
 from baton.testing import eventually, run_bounded  # noqa: E402
 from tests.doubles.tiny_models import make_tiny_model  # noqa: E402
-from tests.unit.engines.torch.torch_sessions import LONG, PROMPT, Session, fresh_answer, read, session  # noqa: E402
+from tests.torch.torch_sessions import LONG, PROMPT, Session, fresh_answer, read, session  # noqa: E402
 
 HEAD = "lm_head.weight"
 Tensors = dict[str, "torch.Tensor"]
