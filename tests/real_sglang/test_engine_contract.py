@@ -40,5 +40,7 @@ class TestSglangEngine(EngineContract):
             self.bench.run(self.bench.tidy())
 
     @asynccontextmanager
-    async def _session(self, engine: Engine | None = None) -> AsyncIterator[Session]:
+    async def _session(self) -> AsyncIterator[Session]:
         yield await self.bench.session(self.make_engine)
+
+    _own_session = _session

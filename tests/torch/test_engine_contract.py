@@ -7,7 +7,7 @@ import pytest
 from baton.config.engines import TorchOptions
 from baton.engines.torch.engine import TorchEngine
 from baton.ports.engine import Engine
-from baton.testing.engine_contract import EngineContract
+from baton.testing import EngineContract, HandoffContract
 from tests.doubles.tiny_models import make_tiny_model
 
 
@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         contract.directory = directory
 
 
-class TestTorchEngine(EngineContract):
+class TestTorchEngine(EngineContract, HandoffContract):
     directory: Path
     native = True
     long_tokens = 1500

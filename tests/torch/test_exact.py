@@ -40,16 +40,19 @@ TOKENS = 24
 
 
 class Reference:
-    """transformers' answers, one prompt at a time."""
+    """transformers' answers, one prompt at a time and each computed once."""
 
     def __init__(self, directory: Path) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.model.generation_config.eos_token_id = None
+        self._tokens: dict[tuple[int, ...], list[int]] = {}
 
-    def tokens(self, prompt: Sequence[int], count: int = TOKENS) -> list[int]:
-        inputs = torch.tensor([list(prompt)])
-        out = self.model.generate(inputs, max_new_tokens=count, do_sample=False, pad_token_id=0)
-        return [int(token) for token in out[0, len(prompt) :]]
+    def tokens(self, prompt: tuple[int, ...]) -> list[int]:
+        if prompt not in self._tokens:
+            inputs = torch.tensor([list(prompt)])
+            out = self.model.generate(inputs, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+            self._tokens[prompt] = [int(token) for token in out[0, len(prompt) :]]
+        return self._tokens[prompt]
 
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return log-probabilities [len(tokens), vocabulary] of what comes after each token."""

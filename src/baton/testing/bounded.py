@@ -30,11 +30,35 @@ def run_bounded(main: Coroutine[Any, Any, T], limit_s: float = 20.0) -> T:
     thread.start()
     thread.join(limit_s + BLOCKED_S)
     if thread.is_alive():
-        stack = traceback.format_stack(sys._current_frames()[thread.ident or 0])
-        raise AssertionError(f"the event loop is blocked, after {limit_s:g} s, in:\n{''.join(stack)}")
+        raise _blocked(thread, limit_s)
     if errors:
         raise errors[0]
     return results[0]
+
+
+class BoundedLoop:
+    """An event loop in a thread of its own, for what outlives one test. Its runs are bounded as in `run_bounded`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="bounded", daemon=True)
+        self._thread.start()
+
+    def run(self, main: Coroutine[Any, Any, T], limit_s: float = 20.0) -> T:
+        """Run `main` in the loop and return its result. Raises AssertionError after `limit_s`."""
+        future = asyncio.run_coroutine_threadsafe(_limited(main, limit_s), self._loop)
+        try:
+            return future.result(limit_s + BLOCKED_S)
+        except TimeoutError:
+            if future.done():
+                raise
+            raise _blocked(self._thread, limit_s) from None
+
+    def close(self) -> None:
+        """End the loop. Everything that ran in it has ended before."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(BLOCKED_S)
+        self._loop.close()
 
 
 async def eventually(holds: Callable[[], bool], limit_s: float = 10.0, every_s: float = 0.002) -> None:
@@ -57,6 +81,11 @@ async def measure_lag() -> float:
             longest = max(longest, loop.time() - before - 0.01)
     except asyncio.CancelledError:
         return longest
+
+
+def _blocked(thread: threading.Thread, limit_s: float) -> AssertionError:
+    stack = traceback.format_stack(sys._current_frames()[thread.ident or 0])
+    return AssertionError(f"the event loop is blocked, after {limit_s:g} s, in:\n{''.join(stack)}")
 
 
 async def _limited(main: Coroutine[Any, Any, T], limit_s: float) -> T:

@@ -14,11 +14,12 @@ from baton.protocol.ids import RequestId, new_request_id
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.testing.bounded import eventually, measure_lag
 from baton.testing.engine_session import Answer, Session, read_to_the_end
+from baton.testing.engine_suite import EngineSuite
 from baton.testing.fakes import running
-from baton.testing.handoff_rules import HandoffRules
+from baton.testing.handoff_contract import HandoffContract
 
 
-class EngineContract(HandoffRules):
+class EngineContract(EngineSuite):
     """Subclass it in a test module, override `make_engine`, and pytest checks the rules of `ports/engine.py`."""
 
     # Start and stop
@@ -33,9 +34,17 @@ class EngineContract(HandoffRules):
 
         self._run(body())
 
-    def test_stop_ends_running_and_waiting_streams_with_engine_dead(self) -> None:
+    def test_an_engine_with_kv_memory_runs_the_handoff_contract(self) -> None:
         async def body() -> None:
             async with self._session() as session:
+                has_kv = session.info.kv is not None and session.info.kv.device == "cpu"
+                assert isinstance(self, HandoffContract) or not has_kv, "subclass HandoffContract too"
+
+        self._run(body())
+
+    def test_stop_ends_running_and_waiting_streams_with_engine_dead(self) -> None:
+        async def body() -> None:
+            async with self._own_session() as session:
                 works = [self._long(session, seed) for seed in range(session.info.max_running + 1)]
                 streams = [session.engine.submit(work) for work in works]
                 await streams[0].read()
@@ -49,7 +58,7 @@ class EngineContract(HandoffRules):
 
     def test_stop_twice_and_concurrently_is_no_error(self) -> None:
         async def body() -> None:
-            async with self._session() as session:
+            async with self._own_session() as session:
                 session.engine.submit(self._long(session))
                 await asyncio.gather(session.engine.stop(), session.engine.stop())
                 await session.engine.stop()
@@ -74,7 +83,7 @@ class EngineContract(HandoffRules):
 
     def test_submit_after_stop_raises_engine_dead(self) -> None:
         async def body() -> None:
-            async with self._session() as session:
+            async with self._own_session() as session:
                 work = self.work(session.info)
                 await session.engine.stop()
                 with pytest.raises(EngineDead):
@@ -228,7 +237,8 @@ class EngineContract(HandoffRules):
     def test_not_before_delays_tokens(self) -> None:
         async def body() -> None:
             async with self._session() as session:
-                stream = session.engine.submit(self._long(session))
+                work = self._long(session)
+                stream = session.engine.submit(work)
                 await stream.read()
                 clock = asyncio.get_running_loop().time
                 not_before = clock() + 0.1
@@ -236,6 +246,7 @@ class EngineContract(HandoffRules):
                 assert outputs
                 assert not any(isinstance(output, Finished) for output in outputs), "long_tokens is too short"
                 assert clock() >= not_before - 0.002
+                await session.engine.abort(work.request_id)
 
         self._run(body())
 
@@ -482,7 +493,7 @@ class EngineContract(HandoffRules):
 
     def test_a_paused_engine_still_aborts_and_stops(self) -> None:
         async def body() -> None:
-            async with self._session() as session:
+            async with self._own_session() as session:
                 if "keep" not in session.engine.capabilities.pause_modes:
                     pytest.skip("the engine cannot pause")
                 work, other = self._long(session), self._long(session, seed=1)

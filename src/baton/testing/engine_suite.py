@@ -1,10 +1,9 @@
 """What the engine suites share: the methods that an engine author overrides, and how a test runs."""
 
-import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,13 +11,12 @@ from baton.errors import Cancelled
 from baton.ports.engine import EngineInfo, GenerateEngine, Stream, Work
 from baton.protocol.ids import new_request_id
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
-from baton.testing.bounded import eventually, run_bounded
 from baton.testing.engine_session import Session, read_to_the_end
-from baton.testing.fakes import running
+from baton.testing.shared_engine import SharedEngines, started
 
 
 class EngineSuite:
-    """The base of the engine suites. Each test has an event loop and a time limit of its own."""
+    """The base of the engine suites. The tests of a class share started engines; each has a time limit of its own."""
 
     limit_s = 30.0
     """Time limit of one test, including start and stop of the engine."""
@@ -32,6 +30,24 @@ class EngineSuite:
     lag_limit_s = 2.0
     """How long the engine may block the event loop. Generous, so that only a blocked loop fails."""
 
+    salt: str = ""
+    """Makes the prompts of one test different from those of the others, whose prefixes a shared engine has cached."""
+
+    engines: ClassVar[SharedEngines]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def shared_engines(cls) -> Iterator[None]:
+        """Share engines among the tests of the class."""
+        cls.engines = SharedEngines()
+        yield
+        cls.engines.close(cls.limit_s)
+
+    @pytest.fixture(autouse=True)
+    def salted_prompts(self, request: pytest.FixtureRequest) -> None:
+        """Give the test prompts of its own."""
+        self.salt = request.node.name
+
     def make_engine(self) -> GenerateEngine:
         """Return an engine that has not been started, with a small `max_running`, so that requests wait."""
         raise NotImplementedError("an engine's contract test overrides make_engine")
@@ -42,7 +58,7 @@ class EngineSuite:
 
     def prompt(self, seed: int, length: int) -> tuple[int, ...]:
         """Return a prompt of `length` tokens; prompts of one seed share their prefix."""
-        numbers = random.Random(seed)
+        numbers = random.Random(f"{self.salt} {seed}")
         return tuple(numbers.randrange(1, 200) for _ in range(length))
 
     def impossible(self, info: EngineInfo) -> list[Work]:
@@ -74,17 +90,15 @@ class EngineSuite:
     # Helpers
 
     def _run(self, body: Coroutine[Any, Any, None]) -> None:
-        run_bounded(body, self.limit_s)
+        self.engines.run(body, self.limit_s)
 
-    @asynccontextmanager
-    async def _session(self, engine: GenerateEngine | None = None) -> AsyncIterator[Session]:
-        engine = engine or self.make_engine()
-        async with running(engine) as info:
-            session = Session(engine, info)
-            listening = asyncio.create_task(session.listen())
-            await eventually(lambda: session.used_blocks() is not None)
-            yield session
-        await listening
+    def _session(self) -> AbstractAsyncContextManager[Session]:
+        """A started engine that other tests use too. The test leaves it idle."""
+        return self.engines.session("engine", self.make_engine, self.limit_s)
+
+    def _own_session(self) -> AbstractAsyncContextManager[Session]:
+        """A started engine that the test may stop."""
+        return started(self.make_engine())
 
     def _long(self, session: Session, seed: int = 0) -> Work:
         return self.work(session.info, seed, tokens=self.long_tokens)

@@ -29,8 +29,8 @@ from baton.testing.handoff_session import (
 )
 
 
-class HandoffRules(EngineSuite):
-    """Skipped for engines without `EngineInfo.kv`, or with KV memory that is not on the CPU."""
+class HandoffContract(EngineSuite):
+    """For engines with `EngineInfo.kv` in CPU memory. Subclass it besides `EngineContract`."""
 
     def make_producer(self) -> GenerateEngine:
         """Return an engine that has not been started, configured as on a worker that produces KV."""
@@ -343,9 +343,10 @@ class HandoffRules(EngineSuite):
     @asynccontextmanager
     async def _pair(self) -> AsyncIterator[tuple[Session, Session]]:
         """Run two engines on one model: one produces KV, the other consumes it."""
-        async with self._session(self.make_producer()) as producer, self._session() as consumer:
-            if producer.info.kv is None or producer.info.kv.device != "cpu":
-                pytest.skip("the engine has no KV memory that this suite can read")
+        producing_engine = self.engines.session("producer", self.make_producer, self.limit_s)
+        async with producing_engine as producer, self._session() as consumer:
+            assert producer.info.kv is not None
+            assert producer.info.kv.device == "cpu", "the suite can read the KV memory"
             assert consumer.info.kv is not None
             assert consumer.info.kv.shape == producer.info.kv.shape, "engines on one model have one KV shape"
             yield producer, consumer
