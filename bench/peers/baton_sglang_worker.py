@@ -103,7 +103,7 @@ async def run(settings: Settings, engine: SglangOnDouble) -> None:
     from baton.process.worker import Worker
     from baton.runtimes.dynamo.runtime import DynamoRuntime
 
-    runtime = DynamoRuntime(settings.runtime, publishes_metrics=False, reader_stall_timeout_s=60.0, leave_s=11.0)
+    runtime = DynamoRuntime(settings.runtime, publishes_metrics=False, reader_stall_timeout_s=60.0, cancel_grace_s=11.0)
     worker = Worker(settings, engine, runtime)
     await exit_code(
         worker.run(stop_on_signals(drain_timeout_s=settings.drain_timeout_s), lambda: None), profile_directory(settings)

@@ -1,4 +1,4 @@
-"""Engines that encode media keep the rules of `Engine.encode`; and what TensorRT-LLM's does beyond them."""
+"""Engines that encode media keep the rules of `EncodeEngine`; and rules of TensorRT-LLM's encoder."""
 
 import asyncio
 import json
@@ -13,12 +13,14 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.engines import EchoOptions, TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR, EchoEngine
-from baton.engines.trtllm import health
 from baton.engines.trtllm.adapter import TrtllmEngine
 from baton.engines.trtllm.encoder import TrtllmEncoder
+from baton.engines.trtllm.lifecycle import Timeouts
+from baton.engines.trtllm.llm_args import RequestType
 from baton.errors import Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.media.images import probe_image
 from baton.ports.engine import EmbedEngine, EncodeEngine, EncodeWork, GenerateEngine, Work
+from baton.protocol.commands import ListLoras
 from baton.protocol.handoff import Consume, PrefillResult, Produce
 from baton.protocol.ids import new_request_id
 from baton.protocol.media import MediaFile, MediaHandles
@@ -59,14 +61,15 @@ class TestTrtllmEncodes12(TestTrtllmEncodes13):
     version = "1.2.1"
 
 
-def encoder(version: str, world: World, *args: str) -> TrtllmEncoder:
+def encoder(version: str, world: World, *args: str, health_interval_s: float = 2.0) -> TrtllmEncoder:
     library = make_library(version, world, CollectorRegistry())
-    return TrtllmEncoder(TrtllmOptions(), args, MODEL_DIR, "double", library)
+    timeouts = Timeouts(health_interval_s=health_interval_s)
+    return TrtllmEncoder(TrtllmOptions(), args, MODEL_DIR, "double", library, timeouts)
 
 
-def engine(version: str, world: World, part: str) -> TrtllmEngine:
+def engine(version: str, world: World, request_type: RequestType | None = None) -> TrtllmEngine:
     library = make_library(version, world, CollectorRegistry())
-    return TrtllmEngine(TrtllmOptions(poll_ms=20), ARGUMENTS, MODEL_DIR, "double", part, library)
+    return TrtllmEngine(TrtllmOptions(poll_ms=20), ARGUMENTS, MODEL_DIR, "double", request_type, library)
 
 
 def encode_work(first: int = 10, data: bytes | None = None) -> EncodeWork:
@@ -87,29 +90,29 @@ def work(params: dict[str, object] | None, tokens: int = 12, handoff: Any = None
     )
 
 
-async def tokens_of(made: GenerateEngine, asked: Work) -> list[int]:
-    return (await read_to_the_end(made.submit(asked))).tokens[0]
+async def tokens_of(generator: GenerateEngine, request: Work) -> list[int]:
+    return (await read_to_the_end(generator.submit(request))).tokens[0]
 
 
 @asynccontextmanager
 async def encoded(version: str, world: World) -> AsyncIterator[tuple[TrtllmEncoder, dict[str, object]]]:
-    made = encoder(version, world)
-    async with running(made):
-        asked = encode_work()
-        yield made, (await made.encode(asked)).params
-        await made.abort(asked.request_id)
+    started = encoder(version, world)
+    async with running(started):
+        request = encode_work()
+        yield started, (await started.encode(request)).params
+        await started.abort(request.request_id)
 
 
 # The encoder
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_encoder_tells_handles_hashes_and_the_prompt(version: str) -> None:
+def test_an_encoder_returns_handles_hashes_and_the_prompt(version: str) -> None:
     async def body() -> None:
         async with encoded(version, World()) as (_, params):
             assert params["prompt"] == bytes(PROMPT).decode()
             [handle] = params["multimodal_embedding_handles"]  # type: ignore[misc]
-            assert handle["tensor_size"] == [16, 8], "64 by 64 pixels in pieces of 16 by 16"
+            assert handle["tensor_size"] == [16, 8], "64 by 64 pixels in patches of 16 by 16"
             assert len(params["multimodal_hashes"][0]) == 8  # type: ignore[index]
             assert params["mrope_position_ids_handle"]
             assert params["mrope_position_deltas_handle"]
@@ -118,41 +121,41 @@ def test_an_encoder_tells_handles_hashes_and_the_prompt(version: str) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_d16_what_a_cancelled_call_has_made_is_freed_although_nobody_read_it(late: bool) -> None:
-    """A shared tensor that nobody ever reads stays in its owner's memory: so it is read once, and dropped."""
+def test_d16_embeddings_of_a_cancelled_call_are_freed(late: bool) -> None:
+    """A shared tensor stays in its owner's memory until it is read: so it is read once, and dropped."""
 
     async def body() -> None:
         world = World()
-        world.encodes_aborted = late  # the library made it all the same
-        made = encoder("1.3.0rc22", world)
-        async with running(made):
+        world.encodes_aborted = late  # the library encodes in spite of the abort
+        tested = encoder("1.3.0rc22", world)
+        async with running(tested):
             world.encode_gate.clear()
-            call = asyncio.create_task(made.encode(encode_work()))
-            await eventually(lambda: made.progress().running == 1)
+            call = asyncio.create_task(tested.encode(encode_work()))
+            await eventually(lambda: tested.progress().running == 1)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
             world.encode_gate.set()
-            await eventually(lambda: world.media_shared == 0 and not made.progress().running)
+            await eventually(lambda: world.media_shared == 0 and not tested.progress().running)
             again = encode_work()
-            await made.encode(again)
+            await tested.encode(again)
             assert world.media_held == 1
-            await made.abort(again.request_id)
+            await tested.abort(again.request_id)
             assert world.media_held == 0
 
     run_bounded(body())
 
 
-def test_an_abort_ends_a_call_that_waits_and_one_that_runs() -> None:
+def test_abort_ends_a_waiting_and_a_running_call() -> None:
     async def body() -> None:
         world = World()
-        made = encoder("1.3.0rc22", world, "--max_batch_size=1")
-        async with running(made):
+        tested = encoder("1.3.0rc22", world, "--max_batch_size=1")
+        async with running(tested):
             world.encode_gate.clear()
             works = [encode_work(), encode_work()]
-            calls = [asyncio.create_task(made.encode(each)) for each in works]
-            await eventually(lambda: made.progress().running == 1 and made.progress().waiting == 1)
-            aborts = [asyncio.create_task(made.abort(each.request_id)) for each in works]
+            calls = [asyncio.create_task(tested.encode(each)) for each in works]
+            await eventually(lambda: tested.progress().running == 1 and tested.progress().waiting == 1)
+            aborts = [asyncio.create_task(tested.abort(each.request_id)) for each in works]
             await asyncio.sleep(0)
             world.encode_gate.set()
             await asyncio.gather(*aborts)
@@ -164,17 +167,17 @@ def test_an_abort_ends_a_call_that_waits_and_one_that_runs() -> None:
     run_bounded(body())
 
 
-def test_a_request_that_the_encoder_fails_harms_no_other() -> None:
+def test_a_request_that_fails_leaves_the_encoder_running() -> None:
     async def body() -> None:
         world = World()
         world.fail_prompts = {99: "request"}
-        made = encoder("1.3.0rc22", world)
-        async with running(made):
+        tested = encoder("1.3.0rc22", world)
+        async with running(tested):
             with pytest.raises(EngineFailed, match="the engine failed it"):
-                await made.encode(encode_work(first=99))
+                await tested.encode(encode_work(first=99))
             with pytest.raises(InvalidRequest, match="cannot encode it: there is no image"):
-                await made.encode(msgspec.structs.replace(encode_work(), media=()))
-            assert (await made.encode(encode_work())).params
+                await tested.encode(msgspec.structs.replace(encode_work(), media=()))
+            assert (await tested.encode(encode_work())).params
 
     run_bounded(body())
 
@@ -184,34 +187,32 @@ def test_an_encoder_that_dies_ends_every_call(version: str) -> None:
     async def body() -> None:
         world = World()
         world.fail_prompts = {99: "die"}
-        made = encoder(version, world)
-        async with running(made):
+        tested = encoder(version, world)
+        async with running(tested):
             with pytest.raises(EngineDead):
-                await made.encode(encode_work(first=99))
+                await tested.encode(encode_work(first=99))
             with pytest.raises(EngineDead):
-                await made.encode(encode_work())
+                await tested.encode(encode_work())
 
     run_bounded(body())
 
 
-def test_an_encoder_that_falls_ill_is_noticed_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "HEALTH_EVERY_S", 0.02)
-
+def test_an_encoder_that_becomes_unhealthy_ends_its_calls() -> None:
     async def body() -> None:
         world = World()
-        made = encoder("1.3.0rc22", world)
-        async with running(made):
+        tested = encoder("1.3.0rc22", world, health_interval_s=0.02)
+        async with running(tested):
             world.encode_gate.clear()
-            call = asyncio.create_task(made.encode(encode_work()))
-            await eventually(lambda: made.progress().running == 1)
-            world.ill = True
+            call = asyncio.create_task(tested.encode(encode_work()))
+            await eventually(lambda: tested.progress().running == 1)
+            world.unhealthy = True
             with pytest.raises(EngineDead):
                 await call
 
     run_bounded(body())
 
 
-def test_an_encoder_takes_no_arguments_that_contradict_it() -> None:
+def test_arguments_that_contradict_an_encoder_are_refused() -> None:
     with pytest.raises(ConfigError, match="autodeploy"):
         TrtllmEncoder(TrtllmOptions(backend="_autodeploy"), (), MODEL_DIR, "double")
     with pytest.raises(ConfigError, match="mm_encoder_only"):
@@ -223,65 +224,64 @@ def test_an_encoder_takes_no_arguments_that_contradict_it() -> None:
 
 
 def test_an_encoder_has_the_ability_to_encode_and_no_other() -> None:
-    made = encoder("1.3.0rc22", World())
-    assert isinstance(made, EncodeEngine)
-    assert not isinstance(made, GenerateEngine | EmbedEngine)
+    tested = encoder("1.3.0rc22", World())
+    assert isinstance(tested, EncodeEngine)
+    assert not isinstance(tested, GenerateEngine | EmbedEngine)
 
 
-# Whoever computes the prompt
+# The engine that computes the prompt
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_whole_engine_computes_with_what_an_encoder_holds(version: str) -> None:
+def test_an_engine_computes_a_prompt_with_encoded_media(version: str) -> None:
     async def body() -> None:
         world = World()
-        async with encoded(version, world) as (_, params), running(made := engine(version, world, "whole")):
-            assert made.capabilities.media_handles
-            seen = await tokens_of(made, work(params))
-            assert seen == await tokens_of(made, work(params))
-            assert seen != await tokens_of(made, work(None)), "the image made a difference"
+        async with encoded(version, world) as (_, params), running(tested := engine(version, world)):
+            assert tested.capabilities.media_handles
+            seen = await tokens_of(tested, work(params))
+            assert seen == await tokens_of(tested, work(params))
+            assert seen != await tokens_of(tested, work(None)), "the image changes the output"
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_encoder_prefill_and_decode_agree_with_one_engine(version: str) -> None:
+def test_encoder_prefill_and_decode_generate_the_same_tokens_as_one_engine(version: str) -> None:
     async def body() -> None:
         world = World()
-        parts = [engine(version, world, part) for part in ("whole", "prefill", "decode")]
         async with (
             encoded(version, world) as (_, params),
-            running(parts[0]),
-            running(parts[1]),
-            running(parts[2]),
+            running(whole := engine(version, world)),
+            running(prefill := engine(version, world, "context_only")),
+            running(decode := engine(version, world, "generation_only")),
         ):
-            whole = await tokens_of(parts[0], work(params))
-            stream = parts[1].submit(work(params, 1, Produce()))
+            expected = await tokens_of(whole, work(params))
+            stream = prefill.submit(work(params, 1, Produce()))
             outputs: list[Any] = []
             while read := await stream.read():
                 outputs += read
             [ready] = [each for each in outputs if isinstance(each, HandoffReady)]
             sent = json.loads(json.dumps(ready.params))
-            assert "multimodal_embedding_handles" not in sent, "the decode's engine refuses them"
+            assert "multimodal_embedding_handles" not in sent, "the decode's engine rejects them"
             assert len(sent["prompt_token_ids"]) == len(PROMPT) + 16
             assert sent["mrope_position_ids_handle"] == {"method_key": 2, "storage_handle": "positions"}
             source = PrefillResult(disaggregated_params=sent)
-            # The decode is sent the client's prompt and URLs; it goes on from the prefill's.
-            assert whole == await tokens_of(parts[2], work(None, handoff=Consume(source=source)))
+            # The decode gets the client's prompt and URLs; it continues from the prefill's prompt.
+            assert expected == await tokens_of(decode, work(None, handoff=Consume(source=source)))
             assert any(isinstance(each, TokenDelta) for each in outputs)
 
     run_bounded(body())
 
 
-def test_handles_that_are_gone_fail_the_request_and_nothing_else() -> None:
+def test_handles_of_freed_media_fail_only_their_request() -> None:
     async def body() -> None:
         world = World()
-        async with running(made := engine("1.3.0rc22", world, "whole")):
+        async with running(tested := engine("1.3.0rc22", world)):
             async with encoded("1.3.0rc22", world) as (_, params):
                 pass
             with pytest.raises((EngineFailed, InvalidRequest)):
-                await tokens_of(made, work(params))
-            assert await tokens_of(made, work(None))
+                await tokens_of(tested, work(params))
+            assert await tokens_of(tested, work(None))
 
     run_bounded(body())
 
@@ -291,23 +291,18 @@ def test_handles_that_are_gone_fail_the_request_and_nothing_else() -> None:
 )
 def test_handles_of_another_engine_are_refused_by_name(params: dict[str, object]) -> None:
     async def body() -> None:
-        async with running(made := engine("1.3.0rc22", World(), "whole")):
+        async with running(tested := engine("1.3.0rc22", World())):
             with pytest.raises(InvalidRequest, match=r"encoder_result\.engine"):
-                made.submit(work(params))
+                tested.submit(work(params))
 
     run_bounded(body())
 
 
-def test_a_file_is_not_taken_where_encode_workers_do_that() -> None:
-    async def body() -> None:
-        async with running(made := engine("1.3.0rc22", World(), "whole")):
-            asked = msgspec.structs.replace(work(None), media=(MediaFile(modality="image", data=b""),))
-            with pytest.raises(Unsupported, match="encode workers"):
-                made.submit(asked)
-
-    run_bounded(body())
+def test_an_encoder_has_no_commands() -> None:
+    with pytest.raises(Unsupported):
+        run_bounded(encoder("1.3.0rc22", World()).execute(ListLoras()))
 
 
-def test_autodeploy_says_that_it_does_not_read_handles() -> None:
-    made = TrtllmEngine(TrtllmOptions(backend="_autodeploy"), ARGUMENTS, Path(MODEL_DIR), "double", "whole")
-    assert not made.capabilities.media_handles
+def test_autodeploy_reads_no_media_handles() -> None:
+    tested = TrtllmEngine(TrtllmOptions(backend="_autodeploy"), ARGUMENTS, Path(MODEL_DIR), "double")
+    assert not tested.capabilities.media_handles

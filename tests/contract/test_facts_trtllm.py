@@ -1,7 +1,7 @@
-"""The TensorRT-LLM adapter uses nothing that a supported version does not have.
+"""The TensorRT-LLM adapter uses nothing that a supported version lacks.
 
-Three nets: the shapes that the adapter declares are held to the facts, nothing in it goes round those shapes (mypy
-holds it to them), and the double, which is made of the facts, refuses what they do not have.
+Three checks: the types that the adapter declares match the facts, nothing in it evades those types (mypy checks their
+use), and the double, which is built from the facts, raises for everything else.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.engines import TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR
-from baton.engines.trtllm import compat, foreign, handles, handoff, kv_view, readings
+from baton.engines.trtllm import compat, handoff, kv_events, library_types, media_handles, readings
 from baton.engines.trtllm.llm_args import (
     NOT_AUTODEPLOY,
     build_arguments,
@@ -25,10 +25,10 @@ from baton.engines.trtllm.llm_args import (
 )
 from baton.errors import ConfigError
 from tests.doubles.trtllm import World, make_library
-from tests.doubles.trtllm_facts import FACTS_FILE, NotInFacts, keys_in, load_facts, problems_of, ways_round_types
+from tests.doubles.trtllm_facts import FACTS_FILE, NotInFacts, keys_in, load_facts, problems_of, type_escapes
 
 FACTS = load_facts()
-PACKAGE = Path(inspect.getfile(foreign)).parent
+PACKAGE = Path(inspect.getfile(library_types)).parent
 CONTENT = msgspec.json.decode((FACTS_FILE).read_bytes())
 
 
@@ -36,7 +36,7 @@ def double(version: str) -> Any:
     return make_library(version, World(), CollectorRegistry())
 
 
-def test_the_facts_name_versions_that_the_adapter_takes() -> None:
+def test_the_adapter_supports_the_versions_of_the_facts() -> None:
     assert {"1.2", "1.3"} == {".".join(version.split(".")[:2]) for version in FACTS}
     for version in FACTS:
         assert compat.features_of(version).version == version
@@ -48,33 +48,33 @@ def test_other_versions_are_refused_by_name(version: str) -> None:
         compat.features_of(version)
 
 
-def test_every_shape_is_in_the_facts_of_every_version() -> None:
-    assert problems_of(inspect.getsource(foreign), foreign.SOURCES, FACTS) == []
+def test_every_type_matches_the_facts_of_every_version() -> None:
+    assert problems_of(inspect.getsource(library_types), library_types.SOURCES, FACTS) == []
 
 
-def test_every_class_is_where_it_is_looked_for() -> None:
+def test_every_imported_class_is_in_the_facts() -> None:
     for version in FACTS.values():
-        assert [path for path in compat.PATHS.values() if not version.knows(path)] == []
+        assert [path for path in compat.PATHS.values() if not version.has(path)] == []
         if version.version.startswith("1.3"):
-            assert [path for path in compat.PATHS_13.values() if not version.knows(path)] == []
+            assert [path for path in compat.PATHS_13.values() if not version.has(path)] == []
 
 
-def test_every_shape_stands_for_something_or_is_pydantic() -> None:
-    shapes = set(re.findall(r"^class (\w+)\(", inspect.getsource(foreign), re.MULTILINE))
-    known = {name.removesuffix("12").removesuffix("13") for name in foreign.SOURCES}
+def test_every_type_is_of_a_class_in_the_facts_or_of_pydantic() -> None:
+    types = set(re.findall(r"^class (\w+)\(", inspect.getsource(library_types), re.MULTILINE))
+    known = {name.removesuffix("12").removesuffix("13") for name in library_types.SOURCES}
     passed_on = {"Make", "MakeLlm", "MakeSampling", "MakeGuided", "MakeDisaggregated", "MakeScheduling", "MakeLora"}
     passed_on |= {"MakeEncoder"}
-    assert {name.removesuffix("12").removesuffix("13") for name in shapes} - known - passed_on == {
+    assert {name.removesuffix("12").removesuffix("13") for name in types} - known - passed_on == {
         "FieldInfo",
         "ArgumentsModel",
     }
 
 
-def test_nothing_goes_round_the_shapes() -> None:
-    found = {path.name: ways_round_types(path.read_text()) for path in PACKAGE.glob("*.py")}
+def test_nothing_evades_the_types() -> None:
+    found = {path.name: type_escapes(path.read_text()) for path in PACKAGE.glob("*.py")}
     imports = found.pop("compat.py")
     assert len(imports) == 1, "classes are fetched by name in one place"
-    assert {name: transports for name, transports in found.items() if transports} == {}
+    assert {name: escapes for name, escapes in found.items() if escapes} == {}
 
 
 def test_every_key_of_stats_and_events_is_in_the_facts() -> None:
@@ -84,25 +84,28 @@ def test_every_key_of_stats_and_events_is_in_the_facts() -> None:
         newer = {"attentionDpRank", "cache_salt", "layer_group_id"}
         allowed = newer if version.version.startswith("1.2") else set()
         assert keys_in(inspect.getsource(readings)) <= stats | allowed
-        assert keys_in(inspect.getsource(kv_view)) <= events | allowed
+        assert keys_in(inspect.getsource(kv_events)) <= events | allowed
     assert {"usedNumBlocks", "kvCacheStats"} <= keys_in(inspect.getsource(readings)), "the keys are found"
-    assert {"parent_hash", "window_size"} <= keys_in(inspect.getsource(kv_view)), "the keys are found"
+    assert {"parent_hash", "window_size"} <= keys_in(inspect.getsource(kv_events)), "the keys are found"
 
 
-def test_the_handed_over_fields_and_request_types_are_the_librarys() -> None:
-    wire = {field.name for field in msgspec.structs.fields(handoff._Params)} - {"prompt_token_ids"}
-    wire |= {field.name for field in msgspec.structs.fields(handles.Handles)} - {"prompt"}
+def test_handoff_fields_and_request_types_are_the_librarys() -> None:
+    wire = {field.name for field in msgspec.structs.fields(handoff.HandoffParams)} - {"prompt_token_ids"}
+    wire |= {field.name for field in msgspec.structs.fields(media_handles.Handles)} - {"prompt"}
     assert wire <= FACTS["1.3.0rc22"].keywords("disaggregated_params.DisaggregatedParams")
     assert wire <= FACTS["1.3.0rc25"].keywords("disaggregated_params.DisaggregatedParams")
-    assert {handoff.CONTEXT_ONLY, handoff.GENERATION_ONLY, handoff.WHOLE} == set(CONTENT["request_types"])
+    assert {handoff.CONTEXT_ONLY, handoff.GENERATION_ONLY, handoff.CONTEXT_AND_GENERATION} == set(
+        CONTENT["request_types"]
+    )
 
 
-@pytest.mark.parametrize("part", ["whole", "prefill", "decode"])
+@pytest.mark.parametrize("request_type", [None, "context_only", "generation_only"])
 @pytest.mark.parametrize("backend", ["pytorch", "_autodeploy"])
 @pytest.mark.parametrize("version", FACTS)
-def test_the_arguments_that_baton_sets_are_the_librarys(version: str, backend: Any, part: str) -> None:
+def test_default_arguments_are_the_librarys(version: str, backend: Any, request_type: Any) -> None:
     options = TrtllmOptions(backend=backend, guided="xgrammar")
-    arguments = build_arguments(double(version), options, plan_arguments(options, {}, MODEL_DIR, part, context=512))
+    tree = plan_arguments(options, {}, MODEL_DIR, request_type, context=512)
+    arguments = build_arguments(double(version), options, tree)
     path = "llmapi.llm_args.TorchLlmArgs" if backend == "pytorch" else "_torch.auto_deploy.llm_args.LlmArgs"
     assert set(arguments) <= set(FACTS[version].fields(path))
     assert not set(arguments) & set(NOT_AUTODEPLOY)
@@ -117,37 +120,39 @@ def test_the_arguments_of_an_encoder_are_the_librarys(version: str) -> None:
         build_encoder_arguments(double(version), {**tree, "no_such": 1})
 
 
-# That the nets can catch something
+# The checks find something
 
 
 @pytest.mark.parametrize(
-    ("shape", "addition"),
+    ("declaration", "addition"),
     [
         ("class Result(Protocol):", "    tokens_so_far: int"),
-        ("class Llm(Living, Protocol):", "    def get_kv_cache_capacity(self) -> int: ..."),
-        ("class Llm(Living, Protocol):", "    def shutdown(self, timeout: float) -> None: ..."),
+        ("class Llm(LibraryEngine, Protocol):", "    def get_kv_cache_capacity(self) -> int: ..."),
+        ("class Llm(LibraryEngine, Protocol):", "    def shutdown(self, timeout: float) -> None: ..."),
         ("class SamplingFields(TypedDict, total=False):", "    thinking_token_budget: int"),
         ("class GenerateFields(TypedDict, total=False):", "    priority: float"),
         ("class DisaggregatedFields13(DisaggregatedFields, total=False):", "    conversation_id: str"),
-        ("class MakeId13(Protocol):", "    def __call__(self, *, machine: int) -> int: ..."),
+        ("class MakeHandoffId13(Protocol):", "    def __call__(self, *, machine: int) -> int: ..."),
         ("class EncodeFields(TypedDict):", "    streaming: bool"),
         ("class SharedTensor(Protocol):", "    def release(self) -> None: ..."),
         ("class EncodeResult(Protocol):", "    embeddings: object"),
     ],
 )
-def test_a_shape_with_a_name_that_some_version_has_not_is_found(shape: str, addition: str) -> None:
-    source = inspect.getsource(foreign)
-    assert shape in source
-    assert len(problems_of(source.replace(shape, f"{shape}\n{addition}"), foreign.SOURCES, FACTS)) >= 1
+def test_a_member_that_some_version_lacks_is_found(declaration: str, addition: str) -> None:
+    source = inspect.getsource(library_types)
+    assert declaration in source
+    assert (
+        len(problems_of(source.replace(declaration, f"{declaration}\n{addition}"), library_types.SOURCES, FACTS)) >= 1
+    )
 
 
-def test_a_way_round_the_shapes_is_found() -> None:
-    assert ways_round_types("if hasattr(llm, 'abort'): llm.abort()")
-    assert ways_round_types("from typing import Any")
-    assert ways_round_types("llm.abort()  # type: " + "ignore[attr-defined]")
+def test_an_escape_from_the_types_is_found() -> None:
+    assert type_escapes("if hasattr(llm, 'abort'): llm.abort()")
+    assert type_escapes("from typing import Any")
+    assert type_escapes("llm.abort()  # type: " + "ignore[attr-defined]")
 
 
-def test_the_double_refuses_a_keyword_that_its_version_has_not() -> None:
+def test_the_double_raises_for_a_keyword_that_its_version_lacks() -> None:
     old, new = double("1.2.1"), double("1.3.0rc22")
     assert new.sampling_params(thinking_token_budget=1)
     for library, field in ((old, "thinking_token_budget"), (old, "no_such"), (new, "no_such")):
@@ -159,12 +164,12 @@ def test_the_double_refuses_a_keyword_that_its_version_has_not() -> None:
         old.metrics_collector(labels={}, buckets=())
 
 
-def test_the_double_refuses_an_attribute_and_a_call_that_its_version_has_not() -> None:
+def test_the_double_raises_for_attributes_and_calls_that_its_version_lacks() -> None:
     def llm(version: str) -> Any:
         options = TrtllmOptions()
         library = double(version)
         return library.llm(
-            **build_arguments(library, options, plan_arguments(options, {}, MODEL_DIR, "whole", context=512))
+            **build_arguments(library, options, plan_arguments(options, {}, MODEL_DIR, None, context=512))
         )
 
     old, new = llm("1.2.1"), llm("1.3.0rc22")

@@ -1,4 +1,4 @@
-"""KV that TensorRT-LLM moves by itself: two adapters over doubles of one world, and what passes between them."""
+"""KV handoff that TensorRT-LLM does by itself: two adapters over doubles in one world, and their wire format."""
 
 import asyncio
 import json
@@ -13,7 +13,14 @@ from prometheus_client import CollectorRegistry
 from baton.config.engines import TrtllmOptions
 from baton.engines.echo.engine import MODEL_DIR
 from baton.engines.trtllm.adapter import TrtllmEngine
+from baton.engines.trtllm.cli_args import read_arguments
+from baton.engines.trtllm.generate_args import GenerateArgs
+from baton.engines.trtllm.launch import make_llm
+from baton.engines.trtllm.llm_args import RequestType, plan_arguments
+from baton.engines.trtllm.loras import Loras
+from baton.engines.trtllm.params import Model
 from baton.errors import Cancelled, InvalidRequest, PeerLost, Unsupported
+from baton.models.defaults import SamplingDefaults
 from baton.ports.engine import HandoffStyle, Work
 from baton.protocol.handoff import Bootstrap, Consume, LocalProbe, PrefillResult, Produce
 from baton.protocol.ids import new_request_id
@@ -34,25 +41,30 @@ ARGUMENTS = (
 pytestmark = pytest.mark.parametrize("version", VERSIONS)
 
 
-def engine(version: str, world: World, part: str, *more: str) -> TrtllmEngine:
+def engine(version: str, world: World, request_type: RequestType | None, *more: str) -> TrtllmEngine:
     library = make_library(version, world, CollectorRegistry())
-    return TrtllmEngine(TrtllmOptions(poll_ms=20), (*ARGUMENTS, *more), MODEL_DIR, "double", part, library)
+    return TrtllmEngine(TrtllmOptions(poll_ms=20), (*ARGUMENTS, *more), MODEL_DIR, "double", request_type, library)
 
 
 @asynccontextmanager
-async def session(version: str, world: World, part: str, *more: str) -> AsyncIterator[Session]:
-    made = engine(version, world, part, *more)
-    async with running(made) as info:
-        told = Session(made, info)
-        listening = asyncio.create_task(told.listen())
-        await eventually(lambda: told.used_blocks() is not None)
-        yield told
+async def session(
+    version: str, world: World, request_type: RequestType | None = None, *more: str
+) -> AsyncIterator[Session]:
+    started = engine(version, world, request_type, *more)
+    async with running(started) as info:
+        opened = Session(started, info)
+        listening = asyncio.create_task(opened.listen())
+        await eventually(lambda: opened.used_blocks() is not None)
+        yield opened
     await listening
 
 
 @asynccontextmanager
 async def pair(version: str, world: World, *more: str) -> AsyncIterator[tuple[Session, Session]]:
-    async with session(version, world, "prefill", *more) as prefill, session(version, world, "decode") as decode:
+    async with (
+        session(version, world, "context_only", *more) as prefill,
+        session(version, world, "generation_only") as decode,
+    ):
         yield prefill, decode
 
 
@@ -73,7 +85,7 @@ PROMPT = tuple(range(1, 71))
 
 
 async def produce(prefill: Session, **changes: Any) -> PrefillResult:
-    """Do a prefill; return what reaches the decode, through JSON as on the wire."""
+    """Compute a prefill; return its result for the decode, through JSON as on the wire."""
     stream = prefill.engine.submit(work(PROMPT, 1, Produce(), **changes))
     outputs = []
     while read := await stream.read():
@@ -86,9 +98,9 @@ async def produce(prefill: Session, **changes: Any) -> PrefillResult:
     return PrefillResult(disaggregated_params=json.loads(json.dumps(first.params)))
 
 
-def test_an_answer_from_elsewhere_is_the_answer_of_one_engine(version: str) -> None:
+def test_prefill_and_decode_generate_the_same_tokens_as_one_engine(version: str) -> None:
     async def body() -> None:
-        async with pair(version, World()) as (prefill, decode), session(version, World(), "whole") as whole:
+        async with pair(version, World()) as (prefill, decode), session(version, World()) as whole:
             alone = await read_to_the_end(whole.engine.submit(work(PROMPT)))
             for _ in range(3):
                 result = await produce(prefill)
@@ -100,26 +112,26 @@ def test_an_answer_from_elsewhere_is_the_answer_of_one_engine(version: str) -> N
     run_bounded(body())
 
 
-def test_d05_log_probabilities_of_the_first_token_cross_as_json(version: str) -> None:
+def test_d05_log_probabilities_of_the_first_token_are_handed_off(version: str) -> None:
     async def body() -> None:
-        async with pair(version, World()) as (prefill, decode), session(version, World(), "whole") as whole:
-            asked = {"output": OutputOptions(logprobs=2)}
-            result = await produce(prefill, **asked)
-            told = result.disaggregated_params.get("first_gen_log_probs")
+        async with pair(version, World()) as (prefill, decode), session(version, World()) as whole:
+            options = {"output": OutputOptions(logprobs=2)}
+            result = await produce(prefill, **options)
+            logprobs = result.disaggregated_params.get("first_gen_log_probs")
             if version == "1.2.1":
-                assert told is None
+                assert logprobs is None
             else:
-                ((first, second),) = told
+                ((first, second),) = logprobs
                 assert {first["rank"], second["rank"]} == {1, 2}
                 assert set(first) == {"token_id", "logprob", "rank"}
-            stream = decode.engine.submit(work(PROMPT, 12, Consume(source=result), **asked))
-            alone = whole.engine.submit(work(PROMPT, **asked))
+            stream = decode.engine.submit(work(PROMPT, 12, Consume(source=result), **options))
+            alone = whole.engine.submit(work(PROMPT, **options))
             assert await scores(stream) == pytest.approx(await scores(alone))
 
     run_bounded(body())
 
 
-def test_it_is_the_handed_over_kv_that_is_gone_on_from(version: str) -> None:
+def test_a_decode_continues_from_the_kv_of_its_parameters(version: str) -> None:
     async def body() -> None:
         async with pair(version, World()) as (prefill, decode):
             result = await produce(prefill)
@@ -145,7 +157,7 @@ def test_it_is_the_handed_over_kv_that_is_gone_on_from(version: str) -> None:
         ({"no_such_field": 1}, "no_such_field"),
     ],
 )
-def test_a_result_that_makes_no_sense_is_refused_by_name(version: str, change: dict[str, object], names: str) -> None:
+def test_wrong_handoff_parameters_are_refused_by_name(version: str, change: dict[str, object], names: str) -> None:
     async def body() -> None:
         async with pair(version, World()) as (prefill, decode):
             params = (await produce(prefill)).disaggregated_params | {"worker_id": 5} | change
@@ -156,66 +168,67 @@ def test_a_result_that_makes_no_sense_is_refused_by_name(version: str, change: d
     run_bounded(body())
 
 
-def test_what_was_given_is_not_changed(version: str) -> None:
+def test_submit_does_not_change_its_work(version: str) -> None:
     async def body() -> None:
         async with pair(version, World()) as (prefill, decode):
             result = await produce(prefill)
             before = json.dumps(result.disaggregated_params)
-            asked = work(PROMPT, 4, Consume(source=result))
-            copy = msgspec.structs.asdict(asked)
-            await read_to_the_end(decode.engine.submit(asked))
+            request = work(PROMPT, 4, Consume(source=result))
+            copy = msgspec.structs.asdict(request)
+            await read_to_the_end(decode.engine.submit(request))
             assert json.dumps(result.disaggregated_params) == before
-            assert msgspec.structs.asdict(asked) == copy
+            assert msgspec.structs.asdict(request) == copy
 
     run_bounded(body())
 
 
-@pytest.mark.parametrize("phase", ["at once", "on its way", "decoding"])
-def test_d10_abort_waits_for_the_kv_and_has_one_reader(version: str, phase: str) -> None:
+@pytest.mark.parametrize("phase", ["at once", "in transfer", "decoding"])
+def test_d10_abort_of_a_decode_waits_for_the_transfer_of_its_kv(version: str, phase: str) -> None:
     async def body() -> None:
         world = World(transfer_steps=40)
         async with pair(version, world) as (prefill, decode):
             result = await produce(prefill)
-            asked = work(PROMPT, 2000, Consume(source=result))
-            stream = decode.engine.submit(asked)
-            if phase == "on its way":
+            request = work(PROMPT, 2000, Consume(source=result))
+            stream = decode.engine.submit(request)
+            if phase == "in transfer":
                 await eventually(lambda: decode.engine.progress().running > 0)
             if phase == "decoding":
                 assert await stream.read()
-            aborting = asyncio.create_task(decode.engine.abort(asked.request_id))
+            aborting = asyncio.create_task(decode.engine.abort(request.request_id))
             with pytest.raises(Cancelled):
                 await asyncio.wait_for(read_to_the_end(stream), 0.03)  # the client does not wait for the engine
-            await asyncio.gather(aborting, decode.engine.abort(asked.request_id))
+            await asyncio.gather(aborting, decode.engine.abort(request.request_id))
             await decode.as_at_the_start(5)
             assert (world.aborted_early, world.blocks_leaked) == (0, 0)
 
     run_bounded(body())
 
 
-def test_the_double_does_lose_blocks_when_kv_on_its_way_is_aborted(version: str) -> None:
+def test_the_double_leaks_blocks_when_a_transfer_is_aborted(version: str) -> None:
     """So that the test before can fail."""
 
     async def body() -> None:
         world = World(transfer_steps=40)
         library = make_library(version, world, CollectorRegistry())
-        made: list[Any] = []
-        spied = msgspec.structs.replace(library, llm=lambda **given: made.append(library.llm(**given)) or made[0])
-        decode = TrtllmEngine(TrtllmOptions(), ARGUMENTS, MODEL_DIR, "double", "decode", spied)
-        async with session(version, world, "prefill") as prefill, running(decode):
+        options = TrtllmOptions()
+        arguments = plan_arguments(options, read_arguments(ARGUMENTS), MODEL_DIR, "generation_only")
+        llm: Any = make_llm(library, options, arguments)
+        model = Model(vocab_size=258, defaults=SamplingDefaults())
+        generate_args = GenerateArgs(library, model, Loras(), disaggregated=True)
+        async with session(version, world, "context_only") as prefill:
             result = await produce(prefill)
-            asked = work(PROMPT, 50, Consume(source=result))
-            assert decode._calls is not None
-            raw = made[0].generate_async(**decode._calls.fields(asked))
+            raw = llm.generate_async(**generate_args.build(work(PROMPT, 50, Consume(source=result))))
             await asyncio.sleep(0.01)
             raw.abort()
             async for _ in raw:
                 pass
             assert world.blocks_leaked > 0
+        llm.shutdown()
 
     run_bounded(body())
 
 
-def test_kv_that_nobody_takes_is_given_up_after_its_time(version: str) -> None:
+def test_kv_that_is_not_read_is_freed_after_its_timeout(version: str) -> None:
     async def body() -> None:
         world = World()
         limit = "--cache_transceiver_config.kv_transfer_timeout_ms=200"
@@ -232,11 +245,11 @@ def test_a_prefill_may_be_aborted_at_any_time(version: str) -> None:
     async def body() -> None:
         async with pair(version, World()) as (prefill, _):
             for wait in (False, True):
-                asked = work(PROMPT, 1, Produce())
-                stream = prefill.engine.submit(asked)
+                request = work(PROMPT, 1, Produce())
+                stream = prefill.engine.submit(request)
                 if wait:
                     await read_to_the_end(stream)
-                await asyncio.gather(*(prefill.engine.abort(asked.request_id) for _ in range(2)))
+                await asyncio.gather(*(prefill.engine.abort(request.request_id) for _ in range(2)))
                 if not wait:
                     with pytest.raises(Cancelled):
                         await read_to_the_end(stream)
@@ -246,10 +259,10 @@ def test_a_prefill_may_be_aborted_at_any_time(version: str) -> None:
     run_bounded(body())
 
 
-@pytest.mark.parametrize("part", ["prefill", "decode"])
-def test_a_trial_does_one_token_alone_and_leaves_nothing(version: str, part: str) -> None:
+@pytest.mark.parametrize("request_type", ["context_only", "generation_only"])
+def test_a_probe_needs_no_peer_and_hands_nothing_off(version: str, request_type: RequestType) -> None:
     async def body() -> None:
-        async with session(version, World(), part) as alone:
+        async with session(version, World(), request_type) as alone:
             for _ in range(5):
                 outputs = []
                 stream = alone.engine.submit(work((1,), 1, LocalProbe()))
@@ -261,9 +274,9 @@ def test_a_trial_does_one_token_alone_and_leaves_nothing(version: str, part: str
     run_bounded(body())
 
 
-def test_a_decode_can_compute_a_prompt_itself(version: str) -> None:
+def test_a_generation_only_engine_can_compute_a_prompt(version: str) -> None:
     async def body() -> None:
-        async with session(version, World(), "decode") as decode, session(version, World(), "whole") as whole:
+        async with session(version, World(), "generation_only") as decode, session(version, World()) as whole:
             assert not decode.engine.capabilities.needs_kv
             assert decode.engine.capabilities.handoff is HandoffStyle.LATE
             here = await read_to_the_end(decode.engine.submit(work(PROMPT)))
@@ -272,22 +285,20 @@ def test_a_decode_can_compute_a_prompt_itself(version: str) -> None:
     run_bounded(body())
 
 
-def test_what_cannot_be_handed_over_is_refused(version: str) -> None:
+def test_work_that_cannot_be_handed_off_is_refused(version: str) -> None:
     async def body() -> None:
         early = Consume(source=Bootstrap(host="elsewhere", port=1, room=1))
-        async with pair(version, World()) as (prefill, decode), session(version, World(), "whole") as whole:
+        async with pair(version, World()) as (prefill, decode):
             with pytest.raises(InvalidRequest, match="one token"):
                 prefill.engine.submit(work(PROMPT, 2, Produce()))
             with pytest.raises(InvalidRequest, match="one choice"):
                 prefill.engine.submit(work(PROMPT, 1, Produce(), sampling=Sampling(n=2)))
             with pytest.raises(Unsupported, match="bootstrap_info"):
                 decode.engine.submit(work(PROMPT, 2, early))
-            with pytest.raises(Unsupported, match="handoff"):
-                whole.engine.submit(work(PROMPT, 1, Produce()))
             result = await produce(prefill)
             with pytest.raises(Unsupported, match="n:"):
                 decode.engine.submit(work(PROMPT, 2, Consume(source=result), sampling=Sampling(n=2)))
-            await eventually(lambda: not prefill.busy() + decode.busy() + whole.busy())
+            await eventually(lambda: not prefill.busy() + decode.busy())
 
     run_bounded(body())
 

@@ -24,7 +24,7 @@ class TestDynamoRuntime(RuntimeContract):
     def make_runtime(self) -> Runtime:
         return DynamoRuntime(self._options, publishes_metrics=True)
 
-    def test_the_runtimes_own_metrics_are_told(self) -> None:
+    def test_the_runtimes_own_metrics_are_returned(self) -> None:
         async def body() -> None:
             async with self._served(_echo) as served:
                 await served.call()
@@ -33,7 +33,7 @@ class TestDynamoRuntime(RuntimeContract):
 
         run_bounded(body(), self.limit_s)
 
-    def test_a_router_knows_which_rank_has_a_prompt(self) -> None:
+    def test_a_kv_router_chooses_the_rank_with_the_cached_prefix(self) -> None:
         tokens = list(range(64))
 
         async def body() -> None:

@@ -1,8 +1,8 @@
-"""What a library has, version by version, for adapters whose library cannot be installed where tests run.
+"""Facts of TensorRT-LLM, version by version, for tests on machines where it cannot be installed.
 
-`facts/<engine>.json` holds names, parameters, fields and defaults. An adapter keeps every shape that it uses in one
-module of Protocols and TypedDicts; `problems_of` holds that module to the facts, and mypy holds the adapter to the
-module. A double is made of `fact_class`es and `Bound` objects, which refuse what the facts do not have.
+`trtllm_facts.json` has names, parameters, fields and defaults. The adapter declares every type that it uses in one
+module of Protocols and TypedDicts; `problems_of` checks that module against the facts, and mypy checks the adapter
+against the module. The double is built of `fact_class`es and `Bound` objects, which raise for what the facts lack.
 """
 
 import ast
@@ -16,25 +16,25 @@ SINCE = {"12": "1.2", "13": "1.3"}
 
 
 class NotInFacts(AttributeError, TypeError):
-    """Something was used that this version does not have."""
+    """The code used something that this version lacks."""
 
 
 class VersionFacts:
-    """What one version has."""
+    """The facts of one version."""
 
     def __init__(self, version: str, content: Mapping[str, Any], supplement: Mapping[str, Any]) -> None:
         self.version = version
         self.content = content
         self._supplement = supplement
 
-    def knows(self, path: str) -> bool:
+    def has(self, path: str) -> bool:
         """Whether there is a class or function of this name."""
         return path in self.content["classes"] or path in self.content["functions"]
 
     def members(self, path: str) -> set[str]:
         """Return every attribute, method and property of a class, inherited ones too."""
         found: set[str] = set()
-        for name in self._line(path):
+        for name in self._bases(path):
             facts = self.content["classes"][name]
             found |= {*facts.get("fields", ()), *facts.get("methods", ()), *facts.get("properties", ())}
             found |= {*self._supplement.get(name, ())}
@@ -45,12 +45,12 @@ class VersionFacts:
     def fields(self, path: str) -> dict[str, list[str]]:
         """Return the fields of a class, with type and default, inherited ones too."""
         found: dict[str, list[str]] = {}
-        for name in reversed(self._line(path)):
+        for name in reversed(self._bases(path)):
             found |= self.content["classes"][name].get("fields", {})
-        return {name: told for name, told in found.items() if not name.startswith("_")}
+        return {name: field for name, field in found.items() if not name.startswith("_")}
 
     def keywords(self, path: str) -> set[str]:
-        """Return what a function, a method (`path.to.Class.method`) or a constructor takes by name."""
+        """Return the keywords of a function, a method (`path.to.Class.method`) or a constructor."""
         if path in self.content["functions"]:
             return _names(self.content["functions"][path])
         if path in self.content["classes"]:
@@ -59,14 +59,14 @@ class VersionFacts:
         return _names(self._method(owner, method))
 
     def _method(self, path: str, method: str) -> list[str]:
-        for name in self._line(path):
+        for name in self._bases(path):
             if method in self.content["classes"][name].get("methods", {}):
                 params: list[str] = self.content["classes"][name]["methods"][method]
                 return params
         raise NotInFacts(f"{self.version} has no {path}.{method}")
 
-    def _line(self, path: str) -> list[str]:
-        """A class and those that it inherits from, as far as they are known."""
+    def _bases(self, path: str) -> list[str]:
+        """A class and its bases, as far as the facts have them."""
         if path not in self.content["classes"]:
             raise NotInFacts(f"{self.version} has no {path}")
         line = [path]
@@ -74,32 +74,31 @@ class VersionFacts:
         for base in self.content["classes"][path].get("bases", ()):
             known = [name for name in self.content["classes"] if name.rpartition(".")[2] == base and name != path]
             near = [name for name in known if name.startswith(module)] or known
-            line += self._line(near[0]) if near else []
+            line += self._bases(near[0]) if near else []
         return line
 
 
 def load_facts() -> dict[str, VersionFacts]:
-    """Return what is known of each version of TensorRT-LLM."""
+    """Return the facts of each version of TensorRT-LLM."""
     content = json.loads(FACTS_FILE.read_text())
     supplement = content["supplement"]
-    return {version: VersionFacts(version, told, supplement) for version, told in content["versions"].items()}
+    return {version: VersionFacts(version, facts, supplement) for version, facts in content["versions"].items()}
 
 
 def problems_of(source: str, paths: Mapping[str, tuple[str, ...]], facts: Mapping[str, VersionFacts]) -> list[str]:
-    """Return what the shapes in `source` have and the facts do not.
+    """Return the members of the types in `source` that the facts lack.
 
-    `paths` says which classes of the library a shape stands for. A shape whose name ends with 12 or 13 is one of that
-    version only.
+    `paths` maps each type to classes of the library. A type whose name ends with 12 or 13 is of that version only.
     """
     problems: list[str] = []
-    for shape in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
-        since = SINCE.get(shape.name[-2:], "")
-        stands_for = paths.get(shape.name) or paths.get(shape.name.removesuffix("12").removesuffix("13"))
-        if stands_for is None:
+    for declared in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        since = SINCE.get(declared.name[-2:], "")
+        classes = paths.get(declared.name) or paths.get(declared.name.removesuffix("12").removesuffix("13"))
+        if classes is None:
             continue
         for version in (each for each in facts.values() if each.version.startswith(since)):
             problems += [
-                f"{shape.name}: {version.version} has no {told}" for told in _missing(shape, stands_for, version)
+                f"{declared.name}: {version.version} has no {name}" for name in _missing(declared, classes, version)
             ]
     return problems
 
@@ -119,8 +118,8 @@ def keys_in(source: str) -> set[str]:
     return found
 
 
-def ways_round_types(source: str) -> list[str]:
-    """Return what in `source` could reach an attribute that no shape declares."""
+def type_escapes(source: str) -> list[str]:
+    """Return the places in `source` that can access an attribute that no type declares."""
     return [
         f"line {node.lineno}: {node.func.id}"
         for node in ast.walk(ast.parse(source))
@@ -134,17 +133,17 @@ _ESCAPES = ("type: " + "ignore", "import Any", "typing.Any", ".__dict__")
 
 
 def fact_class(facts: VersionFacts, path: str) -> type:
-    """Return a class like the library's: it takes the fields that the facts have, and has no other attribute."""
+    """Return a class with the fields of the library's class in the facts, and no other attribute."""
     fields = facts.fields(path)
     name = path.rpartition(".")[2]
 
     def make(self: Any, **given: object) -> None:
         for unknown in given.keys() - fields.keys():
             raise NotInFacts(f"{name} of {facts.version} has no field {unknown!r}")
-        for field, told in fields.items():
-            if field not in given and len(told) < 2:
+        for field, fact in fields.items():
+            if field not in given and len(fact) < 2:
                 raise TypeError(f"{name} needs {field!r}")
-            object.__setattr__(self, field, given[field] if field in given else default_of(told[1]))
+            object.__setattr__(self, field, given[field] if field in given else default_of(fact[1]))
 
     def refuse(self: Any, attribute: str, value: object = None) -> Any:
         if attribute not in facts.members(path):
@@ -157,23 +156,23 @@ def fact_class(facts: VersionFacts, path: str) -> type:
     return type(name, (), {"__init__": make, "__setattr__": refuse, "__getattr__": missing})
 
 
-def default_of(told: str) -> object:
-    """Return a default from its text; one that cannot be read is None."""
-    match told:
+def default_of(text: str) -> object:
+    """Return the value of a default; None if it is not a literal."""
+    match text:
         case "<factory list>":
             return []
         case "<factory dict>":
             return {}
     try:
-        return ast.literal_eval(told)
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return None
 
 
 class Bound:
-    """An object of a double, seen from outside: only what the facts have of its class can be reached.
+    """Wraps an object of the double: only the members of its class in the facts can be accessed.
 
-    Iterating over it gives itself again and again, as the library's results do.
+    Iterating yields the object itself after every step, as the library's results do.
     """
 
     def __init__(self, inner: object, facts: VersionFacts, path: str) -> None:
@@ -204,30 +203,30 @@ class Bound:
         return self
 
     def _methods(self) -> set[str]:
-        lines = self._bound_facts._line(self._bound_path)
+        lines = self._bound_facts._bases(self._bound_path)
         return {name for line in lines for name in self._bound_facts.content["classes"][line].get("methods", ())}
 
 
-def _missing(shape: ast.ClassDef, stands_for: tuple[str, ...], facts: VersionFacts) -> Iterator[str]:
-    keyed = "Fields" in shape.name
-    for node in shape.body:
+def _missing(declared: ast.ClassDef, classes: tuple[str, ...], facts: VersionFacts) -> Iterator[str]:
+    keyed = "Fields" in declared.name
+    for node in declared.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            known = facts.keywords(stands_for[0]) if keyed else _all_members(stands_for, facts)
+            known = facts.keywords(classes[0]) if keyed else _all_members(classes, facts)
             if node.target.id not in known:
                 yield node.target.id
         elif isinstance(node, ast.FunctionDef):
-            yield from _missing_call(node, stands_for, facts)
+            yield from _missing_call(node, classes, facts)
 
 
-def _missing_call(method: ast.FunctionDef, stands_for: tuple[str, ...], facts: VersionFacts) -> Iterator[str]:
-    asked = {each.arg for each in (*method.args.args, *method.args.kwonlyargs) if each.arg != "self"}
+def _missing_call(method: ast.FunctionDef, classes: tuple[str, ...], facts: VersionFacts) -> Iterator[str]:
+    keywords = {each.arg for each in (*method.args.args, *method.args.kwonlyargs) if each.arg != "self"}
     if method.name == "__call__":
-        yield from (f"{name} (keyword)" for name in asked - facts.keywords(stands_for[0]))
-    elif method.name not in _all_members(stands_for, facts):
+        yield from (f"{name} (keyword)" for name in keywords - facts.keywords(classes[0]))
+    elif method.name not in _all_members(classes, facts):
         yield f"{method.name}()"
-    elif asked:
-        known = next(facts.keywords(f"{path}.{method.name}") for path in stands_for if facts.knows(path))
-        yield from (f"{method.name}({name}=)" for name in asked - known)
+    elif keywords:
+        known = next(facts.keywords(f"{path}.{method.name}") for path in classes if facts.has(path))
+        yield from (f"{method.name}({name}=)" for name in keywords - known)
 
 
 def _all_members(paths: tuple[str, ...], facts: VersionFacts) -> set[str]:

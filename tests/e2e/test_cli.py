@@ -150,7 +150,7 @@ def test_a_wrong_value_is_refused(arguments: tuple[str, ...], word: str) -> None
         (("frontend", "--router", "psychic"), "--router"),
         (("frontend", "--port"), "--port"),
         (("conduct",), "conduct"),
-        (("frontend", "--", "--tp-size"), "nothing can follow --"),
+        (("frontend", "--", "--tp-size"), "takes no arguments after --"),
         (("worker", "--engine", "echo", "--", "--tp-size"), "--tp-size"),
         (("serve", "--engine", "echo", "--experts-eplb"), "--experts-"),
         (("ctl", "9090", "status", "--", "x"), "status"),

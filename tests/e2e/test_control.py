@@ -1,4 +1,4 @@
-"""Operators' orders over HTTP to real workers: memory, pauses, weights and profiles, while clients ask for answers."""
+"""The control API of real workers: memory, pauses, weights and profiles, while clients send requests."""
 
 import json
 import signal
@@ -40,8 +40,8 @@ def serve(start_shared: Callable[..., Serve], models: tuple[Path, Path]) -> Iter
 
 
 @pytest.fixture(autouse=True)
-def awake(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that fails must not leave the shared worker idle for the next."""
+def serving(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A failed test must not leave the shared worker paused for the next."""
     yield
     if "serve" in request.fixturenames:
         serve = request.getfixturevalue("serve")
@@ -50,30 +50,30 @@ def awake(request: pytest.FixtureRequest) -> Iterator[None]:
         serves_again(serve)
 
 
-def order(system: System, command: str, body: object = None, worker: int = 0) -> tuple[int, dict[str, Any]]:
-    """Give an order; return the status and the answer, whatever they are."""
+def send(system: System, command: str, body: object = None, worker: int = 0) -> tuple[int, dict[str, Any]]:
+    """Send a command; return the status and the reply."""
     status, text = system.system(f"/control/{command}", worker, json.dumps({} if body is None else body).encode())
     return status, json.loads(text)
 
 
 def execute(system: System, command: str, body: object = None, worker: int = 0) -> dict[str, Any]:
-    """Give an order that is carried out."""
-    status, answer = order(system, command, body, worker)
-    assert status == 200, answer
-    return answer
+    """Send a command that succeeds; return its outcome."""
+    status, reply = send(system, command, body, worker)
+    assert status == 200, reply
+    return reply
 
 
 def control_status(system: System, worker: int = 0) -> dict[str, Any]:
-    """Return where a worker stands."""
+    """Return the state of a worker."""
     status, text = system.system("/control/status", worker)
     assert status == 200, text
     return dict(json.loads(text))
 
 
-def ctl(system: System, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def ctl(system: System, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `baton ctl` for the first worker."""
     return subprocess.run(
-        [BATON, "ctl", str(system.system_ports[0]), *words],
+        [BATON, "ctl", str(system.system_ports[0]), *args],
         capture_output=True,
         text=True,
         timeout=60,
@@ -89,11 +89,11 @@ def say(system: System, tokens: int = 24, prompt: str = "once upon a time") -> s
 
 
 def serves_again(system: System, workers: int = 1) -> None:
-    eventually(lambda: system.instances() == workers and system.is_ready(), what="back in discovery")
+    eventually(lambda: system.instances() == workers and system.is_ready(), what="registered again")
 
 
 class Reader(threading.Thread):
-    """A client that reads one long answer, in a thread of its own."""
+    """A client that reads one long response, in a thread of its own."""
 
     def __init__(self, system: System) -> None:
         super().__init__(daemon=True)
@@ -103,7 +103,7 @@ class Reader(threading.Thread):
             model="tiny", prompt="a long story", max_tokens=LONG, temperature=0, stream=True
         )
         self.start()
-        eventually(lambda: self.text, what="the answer begins")
+        eventually(lambda: self.text, what="the first token")
 
     def run(self) -> None:
         try:
@@ -119,16 +119,16 @@ class Reader(threading.Thread):
         return self.text
 
 
-def test_status_tells_where_a_worker_stands(serve: Serve) -> None:
+def test_status_has_the_state_of_the_worker(serve: Serve) -> None:
     status = control_status(serve)
     assert (status["weight_version"], status["paused"], status["released"]) == ("initial", False, [])
     assert (status["registered"], status["in_flight"]) == (True, 0)
     assert status["capabilities"]["weight_sources"] == ["disk", "group", "shared_memory", "tensors"]
-    told = ctl(serve, "status", "--json")
-    assert (told.returncode, json.loads(told.stdout)) == (0, status)
+    printed = ctl(serve, "status", "--json")
+    assert (printed.returncode, json.loads(printed.stdout)) == (0, status)
 
 
-def test_memory_goes_and_comes_back_in_stages_and_so_does_the_worker(serve: Serve) -> None:
+def test_memory_is_released_and_resumed_in_stages(serve: Serve) -> None:
     before = say(serve)
     full = serve.worker().memory_info().rss
     execute(serve, "memory/release", {"tags": ["kv_cache", "weights"]})
@@ -148,7 +148,7 @@ def test_memory_goes_and_comes_back_in_stages_and_so_does_the_worker(serve: Serv
 
 
 @pytest.mark.parametrize(
-    ("go", "back"),
+    ("stop", "resume"),
     [
         (("memory/release", {"tags": ["kv_cache", "weights"]}), ("memory/resume", {"tags": ["kv_cache", "weights"]})),
         (("pause", {"mode": "keep"}), ("continue", {})),
@@ -156,24 +156,24 @@ def test_memory_goes_and_comes_back_in_stages_and_so_does_the_worker(serve: Serv
     ],
     ids=["release", "keep", "retract"],
 )
-def test_an_answer_that_was_on_its_way_goes_on_where_it_was(
-    serve: Serve, go: tuple[str, object], back: tuple[str, object]
+def test_a_running_stream_resumes_where_it_stopped(
+    serve: Serve, stop: tuple[str, object], resume: tuple[str, object]
 ) -> None:
     undisturbed = Reader(serve).whole()
     reader = Reader(serve)
-    execute(serve, *go)
+    execute(serve, *stop)
     assert control_status(serve)["in_flight"] == 1
     time.sleep(0.3)
     so_far = reader.text
     time.sleep(0.7)
     assert reader.text == so_far
-    execute(serve, *back)
+    execute(serve, *resume)
     assert reader.whole() == undisturbed
     assert len(so_far) < len(undisturbed)
     serves_again(serve)
 
 
-def test_a_pause_that_aborts_ends_an_answer_with_an_error(serve: Serve) -> None:
+def test_a_pause_with_abort_ends_a_stream_with_an_error(serve: Serve) -> None:
     reader = Reader(serve)
     assert execute(serve, "pause", {"mode": "abort"})["requests"] == 1
     reader.join(30)
@@ -183,9 +183,7 @@ def test_a_pause_that_aborts_ends_an_answer_with_an_error(serve: Serve) -> None:
     assert say(serve)
 
 
-def test_new_weights_change_the_answers_and_the_old_ones_bring_them_back(
-    serve: Serve, models: tuple[Path, Path]
-) -> None:
+def test_new_weights_change_the_output_and_the_old_ones_restore_it(serve: Serve, models: tuple[Path, Path]) -> None:
     before = say(serve)
     reader = Reader(serve)
     outcome = execute(
@@ -196,7 +194,7 @@ def test_new_weights_change_the_answers_and_the_old_ones_bring_them_back(
     assert reader.whole()
     assert say(serve) != before
     missing = {"source": {"type": "disk", "path": str(models[1] / "no")}, "version": "3"}
-    status, answer = order(serve, "weights/update", missing)
+    status, answer = send(serve, "weights/update", missing)
     assert (status, answer["error"]["code"]) == (400, "invalid_request")
     assert control_status(serve)["weight_version"] == "step-100"
     execute(serve, "weights/update", {"source": {"type": "disk", "path": str(models[0])}, "version": "step-0"})
@@ -238,7 +236,7 @@ def test_d34_naming_a_weight_version_ends_no_request(serve: Serve) -> None:
 def test_d13_drain_lets_requests_finish(serve: Serve) -> None:
     undisturbed = Reader(serve).whole()
     reader = Reader(serve)
-    status, answer = order(serve, "pause", {"mode": "drain", "timeout_s": 0.01})
+    status, answer = send(serve, "pause", {"mode": "drain", "timeout_s": 0.01})
     assert (status, answer["error"]["code"]) == (409, "conflict")
     assert "1 requests still run" in answer["error"]["message"]
     serves_again(serve)
@@ -250,7 +248,7 @@ def test_d13_drain_lets_requests_finish(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "body", "status", "code", "complaint"),
+    ("command", "body", "status", "code", "message"),
     [
         ("memory/release", {}, 422, "invalid_request", "`tags`"),
         ("memory/release", {"tags": ["cuda_graph"]}, 501, "unsupported", "cuda_graph"),
@@ -267,21 +265,21 @@ def test_d13_drain_lets_requests_finish(serve: Serve) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bad_order_is_told_what_is_wrong_with_it(
-    serve: Serve, command: str, body: object, status: int, code: str, complaint: str
+def test_a_bad_command_is_refused_with_the_reason(
+    serve: Serve, command: str, body: object, status: int, code: str, message: str
 ) -> None:
-    got, answer = order(serve, command, body)
+    got, answer = send(serve, command, body)
     assert (got, answer["error"]["code"]) == (status, code)
-    assert complaint in answer["error"]["message"]
+    assert message in answer["error"]["message"]
     assert control_status(serve)["registered"]
 
 
-def test_what_is_no_json_is_refused(serve: Serve) -> None:
+def test_invalid_json_is_refused(serve: Serve) -> None:
     assert serve.system("/control/pause", 0, b"{not json")[0] == 400
     assert say(serve)
 
 
-def test_ctl_gives_orders_and_exits_by_what_came_of_them(serve: Serve, models: tuple[Path, Path]) -> None:
+def test_ctl_sends_commands_and_exits_by_their_outcome(serve: Serve, models: tuple[Path, Path]) -> None:
     before = say(serve)
     done = ctl(serve, "memory/release", "--tags", "kv_cache,weights")
     assert done.returncode == 0, done.stderr
@@ -293,7 +291,7 @@ def test_ctl_gives_orders_and_exits_by_what_came_of_them(serve: Serve, models: t
     serves_again(serve)
     assert say(serve) == before
     wrong = ctl(serve, "dance")
-    assert (wrong.returncode, "no verb 'dance'" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, "no command 'dance'" in wrong.stderr) == (2, True)
 
 
 def test_d34_control_needs_its_token(start: Callable[..., Serve], tmp_path: Path) -> None:
@@ -313,14 +311,14 @@ def test_d34_control_needs_its_token(start: Callable[..., Serve], tmp_path: Path
     assert all("s3cret" not in text for text in serve.logs().values())
 
 
-def test_an_open_address_takes_no_orders_without_a_token(start: Callable[..., Serve]) -> None:
+def test_an_open_address_takes_no_commands_without_a_token(start: Callable[..., Serve]) -> None:
     serve = start(Serve, "--system-host", "0.0.0.0")
     assert serve.system("/control/status")[0] == 404
     assert serve.system("/health")[0] == 200
     serve.stop()
 
 
-def test_a_worker_lives_while_it_loads(tmp_path: Path, models: tuple[Path, Path]) -> None:
+def test_a_worker_is_live_while_it_loads(tmp_path: Path, models: tuple[Path, Path]) -> None:
     port = free_ports(1)
     worker = Process(
         ["worker", "--engine", "torch", "--model", str(models[0]), *FLAGS, "--system-port", str(port)],
@@ -329,11 +327,11 @@ def test_a_worker_lives_while_it_loads(tmp_path: Path, models: tuple[Path, Path]
     )
     try:
         url = f"http://127.0.0.1:{port}"
-        eventually(lambda: fetch(f"{url}/live")[0] == 200, 60, "it lives")
+        eventually(lambda: fetch(f"{url}/live")[0] == 200, 60, "live")
         status, text = fetch(f"{url}/health")
         assert (status, json.loads(text)["state"]) == (503, "starting")
         assert fetch(f"{url}/control/pause", b"{}")[0] == 503
-        eventually(lambda: fetch(f"{url}/health")[0] == 200, 120, "it serves")
+        eventually(lambda: fetch(f"{url}/health")[0] == 200, 120, "healthy")
         metrics = fetch(f"{url}/metrics")[1]
         assert "baton_requests_total" in metrics
         assert "dynamo_component_requests_total" in metrics
@@ -345,17 +343,17 @@ def test_a_worker_lives_while_it_loads(tmp_path: Path, models: tuple[Path, Path]
         worker.kill()
 
 
-def test_requests_go_to_the_other_worker_while_one_is_idle(
+def test_requests_go_to_the_other_worker_while_one_is_paused(
     start: Callable[..., Serve], models: tuple[Path, Path]
 ) -> None:
     serve = start(Serve, "--model", str(models[0]), *FLAGS, engine="torch", workers=2)
     before = say(serve)
     execute(serve, "memory/release", {"tags": ["kv_cache", "weights"]}, worker=0)
-    answers = {say(serve) for _ in range(20)}  # from the first moment on, none fails
+    answers = {say(serve) for _ in range(20)}  # none fails, from the first request on
     assert answers == {before}
     eventually(lambda: serve.instances() == 1)
     execute(serve, "memory/resume", {"tags": ["kv_cache", "weights"]}, worker=0)
     serves_again(serve, 2)
     assert {say(serve) for _ in range(6)} == {before}
     execute(serve, "pause", worker=1)
-    serve.stop()  # an idle worker stops like any other
+    serve.stop()  # a paused worker stops like any other

@@ -196,7 +196,7 @@ def test_a_plan_that_changes_under_load_loses_nothing(start: Callable[..., Poole
     texts = asyncio.run(run())
     assert len(texts) > 20
     assert set(texts) == {"hellohellohellohello"}
-    assert "is not taken" in pooled.log_of("router")
+    assert "is refused" in pooled.log_of("router")
     assert "aggregated.mapping: has 1 entry, length has 2 buckets" in pooled.log_of("router")
     assert min(pooled.decisions("aggregated").values()) > 0
     pooled.stop()

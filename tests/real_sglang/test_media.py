@@ -103,7 +103,7 @@ def test_images_are_seen_however_they_come(bench: Bench, model: Path) -> None:
         broken = MediaFile(modality="image", data=b"no image")
         with pytest.raises(InvalidRequest, match="image"):
             await answer_of(session, work(8, prompt=(72, BEGIN, IMAGE, END, 74), media=(broken,)))
-        with pytest.raises(InvalidRequest, match="one encoded piece"):
+        with pytest.raises(InvalidRequest, match="one precomputed embedding"):
             session.engine.submit(work(8, media=(rows(1), rows(2))))
 
     bench.run(body(), 150)

@@ -1,4 +1,4 @@
-"""`baton ctl`: orders to one worker from the command line, over the routes of its system server."""
+"""`baton ctl`: sends a command to one worker, over the control API of its system server."""
 
 import sys
 import urllib.error
@@ -9,28 +9,28 @@ from typing import cast
 import click
 import msgspec
 
-from baton.control.http.route_table import PREFIX, ROUTES, Route
-from baton.control.http.shapes import ProblemReply
+from baton.control.http.command_table import COMMAND_PATHS, PREFIX, CommandPath
+from baton.control.http.schemas import ProblemReply
 from baton.protocol.commands import Command
 
 EXIT_FAILED = 1
-WAIT_S = 3700.0
-"""Longer than any order may take."""
+TIMEOUT_S = 3700.0
+"""Longer than any command may take."""
 
 Json = dict[str, object]
 
 
-class Refused(Exception):
-    """The worker did not do it, or could not be reached."""
+class CommandFailed(Exception):
+    """The worker refused the command, or could not be reached."""
 
 
-def _about_verbs() -> str:
-    """Return what each verb does, and its fields."""
-    width = max(len(route.path) for route in ROUTES) + 4
+def _describe_commands() -> str:
+    """Return what each command does, and its fields."""
+    width = max(len(entry.path) for entry in COMMAND_PATHS) + 4
     lines = []
-    for route in ROUTES:
-        lines.append(f"  {route.path}".ljust(width) + route.summary.split(";")[0])
-        if fields := " ".join(f"--{field.name.replace('_', '-')}" for field in _fields(route.command)):
+    for entry in COMMAND_PATHS:
+        lines.append(f"  {entry.path}".ljust(width) + entry.summary.split(";")[0])
+        if fields := " ".join(f"--{field.name.replace('_', '-')}" for field in _fields(entry.command)):
             lines.append(" " * width + fields)
     return "\n".join(lines)
 
@@ -40,11 +40,11 @@ def _fields(kind: type[Command] | None) -> Sequence[msgspec.structs.FieldInfo]:
 
 
 class _Command(click.Command):
-    """A command whose help ends with the verbs, unwrapped."""
+    """A click command whose help ends with the commands of the control API, unwrapped."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """See click."""
-        formatter.write(f"\nVerbs:\n{_about_verbs()}\n")
+        formatter.write(f"\nCommands:\n{_describe_commands()}\n")
 
 
 @click.command(
@@ -55,29 +55,34 @@ class _Command(click.Command):
 @click.argument("worker")
 @click.argument("command")
 @click.argument("fields", nargs=-1, type=click.UNPROCESSED, metavar="[--FIELD VALUE | JSON]...")
-@click.option("--token", envvar="BATON_CONTROL_TOKEN", help="token of the worker; better in BATON_CONTROL_TOKEN")
-@click.option("--json", "raw", is_flag=True, help="print the reply as the worker sent it")
+@click.option(
+    "--token",
+    envvar="BATON_CONTROL_TOKEN",
+    help="token of the worker; prefer BATON_CONTROL_TOKEN, which process lists do not show",
+)
+@click.option("--json", "raw", is_flag=True, help="print the worker's reply as JSON")
 def ctl(worker: str, command: str, fields: tuple[str, ...], token: str | None, raw: bool) -> None:
-    """Give one order to a WORKER: the port of its system server, host:port or a URL.
+    """Send a COMMAND to a WORKER: the port of its system server, host:port or a URL.
 
-    A verb's fields are flags, lists separated by commas, or all of them one JSON object.
+    Pass the command's fields as flags (lists separated by commas), or all of them as one JSON object.
     """
-    route = _route(command.strip("/"), bool(fields))
-    body = _body(route, fields)
+    entry = _find(command.strip("/"), bool(fields))
+    body = _body(entry, fields)
     try:
-        reply = _call(f"{_address(worker)}{PREFIX}{route.path}", route.method, body, token)
-    except Refused as problem:
+        reply = _send(f"{_address(worker)}{PREFIX}{entry.path}", entry.method, body, token)
+    except CommandFailed as problem:
         click.echo(f"baton: {problem}", err=True)
         sys.exit(EXIT_FAILED)
     click.echo(reply.decode() if raw else _readable(msgspec.json.decode(reply, type=Json)))
 
 
-def _route(path: str, has_fields: bool) -> Route:
-    """Return the route for `path`; where one tells and another sets, fields make the difference."""
-    found = [route for route in ROUTES if route.path == path]
+def _find(path: str, has_fields: bool) -> CommandPath:
+    """Return the command at `path`; where GET reads a value and POST sets it, fields make the difference."""
+    found = [entry for entry in COMMAND_PATHS if entry.path == path]
     if not found:
-        raise click.UsageError(f"no verb {path!r}; there are {', '.join(dict.fromkeys(r.path for r in ROUTES))}")
-    return next((route for route in found if (route.method == "POST") is has_fields), found[0])
+        known = ", ".join(dict.fromkeys(entry.path for entry in COMMAND_PATHS))
+        raise click.UsageError(f"no command {path!r}; the commands are {known}")
+    return next((entry for entry in found if (entry.method == "POST") is has_fields), found[0])
 
 
 def _address(worker: str) -> str:
@@ -86,26 +91,26 @@ def _address(worker: str) -> str:
         return worker.rstrip("/")
     host, _, port = worker.rpartition(":")
     if not port.isdigit():
-        raise click.UsageError(f"{worker!r} is no worker: give its system port, host:port or a URL")
+        raise click.UsageError(f"{worker!r} is not a worker's address: give its system port, host:port or a URL")
     return f"http://{host or '127.0.0.1'}:{port}"
 
 
-def _body(route: Route, words: tuple[str, ...]) -> bytes | None:
-    """Return the body of the order, checked as the worker will check it."""
-    if route.method == "GET" or route.command is None:
-        if words:
-            raise click.UsageError(f"{route.path} has no fields")
+def _body(entry: CommandPath, args: tuple[str, ...]) -> bytes | None:
+    """Return the body of the request, validated as the worker validates it."""
+    if entry.method == "GET" or entry.command is None:
+        if args:
+            raise click.UsageError(f"{entry.path} has no fields")
         return None
-    if len(words) == 1 and not words[0].startswith("--"):
-        return _checked(words[0].encode(), route.command)
-    values = _flags(route, route.command, words)
+    if len(args) == 1 and not args[0].startswith("--"):
+        return _validated(args[0].encode(), entry.command)
+    values = _flags(entry, entry.command, args)
     try:
-        return msgspec.json.encode(msgspec.convert(values, route.command, strict=False))
+        return msgspec.json.encode(msgspec.convert(values, entry.command, strict=False))
     except msgspec.ValidationError as error:
-        raise click.UsageError(f"{route.path}: {error}") from None
+        raise click.UsageError(f"{entry.path}: {error}") from None
 
 
-def _checked(body: bytes, kind: type[Command]) -> bytes:
+def _validated(body: bytes, kind: type[Command]) -> bytes:
     try:
         msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
@@ -113,26 +118,27 @@ def _checked(body: bytes, kind: type[Command]) -> bytes:
     return body
 
 
-def _flags(route: Route, kind: type[Command], words: tuple[str, ...]) -> Json:
+def _flags(entry: CommandPath, kind: type[Command], args: tuple[str, ...]) -> Json:
+    """Return the fields in `args`, which are `--name value` or `--name=value`."""
     known = {field.name: field for field in msgspec.structs.fields(kind)}
     values: Json = {}
-    pending = list(words)
+    pending = list(args)
     while pending:
-        word = pending.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
+        arg = pending.pop(0)
+        name, equals, text = arg.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        if not word.startswith("--") or name not in known:
-            raise click.UsageError(f"{route.path} has no field {word!r}; it has {', '.join(known) or 'none'}")
+        if not arg.startswith("--") or name not in known:
+            raise click.UsageError(f"{entry.path} has no field {arg!r}; it has {', '.join(known) or 'none'}")
         if not equals:
             if not pending:
-                raise click.UsageError(f"{word} needs a value")
+                raise click.UsageError(f"{arg} needs a value")
             text = pending.pop(0)
         values[name] = _value(known[name].type, text)
     return values
 
 
 def _value(kind: object, text: str) -> object:
-    """Return what `text` stands for in a field of `kind`: a list, an object in JSON, or itself."""
+    """Return the value of `text` in a field of `kind`: a list, a JSON object, or the text itself."""
     match msgspec.inspect.type_info(kind):
         case msgspec.inspect.VarTupleType():
             return [part.strip() for part in text.split(",")]
@@ -148,35 +154,35 @@ def _object(text: str) -> object:
     try:
         return cast(object, msgspec.json.decode(text))
     except msgspec.DecodeError as error:
-        raise click.UsageError(f"{text!r} is no JSON: {error}") from None
+        raise click.UsageError(f"{text!r} is not JSON: {error}") from None
 
 
-def _call(url: str, method: str, body: bytes | None, token: str | None) -> bytes:
+def _send(url: str, method: str, body: bytes | None, token: str | None) -> bytes:
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
     request = urllib.request.Request(url, data=body, headers=headers, method=method)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with direct.open(request, timeout=WAIT_S) as answer:
-            return cast(bytes, answer.read())
+        with direct.open(request, timeout=TIMEOUT_S) as response:
+            return cast(bytes, response.read())
     except urllib.error.HTTPError as error:
         with error:
-            raise Refused(_explained(error.code, error.read())) from None
+            raise CommandFailed(_error_message(error.code, error.read())) from None
     except (OSError, ValueError) as error:
-        raise Refused(f"cannot reach {url}: {error}") from None
+        raise CommandFailed(f"cannot reach {url}: {error}") from None
 
 
-def _explained(status: int, body: bytes) -> str:
+def _error_message(status: int, body: bytes) -> str:
     try:
         problem = msgspec.json.decode(body, type=ProblemReply).error
     except msgspec.DecodeError:
-        return f"the worker answered {status}"
+        return f"the worker replied with status {status}"
     return f"{problem.code}: {problem.message}"
 
 
 def _readable(reply: Json, indent: str = "") -> str:
-    """Return a reply for people: a line for each field, lists in one line, the message first."""
+    """Return a reply as text: the message first, then a line per field, lists in one line."""
     lines = [str(reply["message"])] if "message" in reply else []
     for name, value in reply.items():
         match value:
@@ -185,11 +191,11 @@ def _readable(reply: Json, indent: str = "") -> str:
             case list():
                 lines.append(f"{indent}{name}: {', '.join(map(str, value)) or 'none'}")
             case _ if name != "message":
-                lines.append(f"{indent}{name}: {_word(value)}")
+                lines.append(f"{indent}{name}: {_shown(value)}")
     return "\n".join(lines)
 
 
-def _word(value: object) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

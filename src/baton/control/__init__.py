@@ -1,1 +1,1 @@
-"""An operator's orders to a worker, and the worker's place in discovery."""
+"""Commands of operators: the state machine, its executor, and the control API."""

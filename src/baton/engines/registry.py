@@ -1,4 +1,4 @@
-"""From settings to an engine: its model is found first, then the engine is built. No engine is imported before that."""
+"""From settings to an engine: the model is resolved first, then the engine is imported and built."""
 
 import importlib
 import importlib.util
@@ -63,26 +63,34 @@ def _trtllm(settings: Settings) -> Engine:
         return TrtllmEncoder(settings.trtllm, settings.engine_args, Path(settings.model), settings.name)
     from baton.engines.trtllm.adapter import TrtllmEngine
 
-    return TrtllmEngine(settings.trtllm, settings.engine_args, Path(settings.model), settings.name, _part(settings))
+    request_type = _trtllm_request_type(settings)
+    return TrtllmEngine(settings.trtllm, settings.engine_args, Path(settings.model), settings.name, request_type)
+
+
+def _trtllm_request_type(settings: Settings) -> Literal["context_only", "generation_only"] | None:
+    """Return the library's name for what the engine of this role computes; None for whole requests."""
+    if embeds(settings):
+        raise ConfigError("the engine trtllm has no embeddings: use --engine torch or sglang")
+    match settings.role:
+        case "prefill":
+            return "context_only"
+        case "decode":
+            return "generation_only"
+        case _:
+            return None
 
 
 def _trtllm_help(settings: Settings) -> str:
-    from baton.engines.trtllm.help import engine_help
+    from baton.engines.trtllm.cli_args import engine_help
 
     return engine_help(settings.trtllm)
 
 
-def _part(settings: Settings) -> Literal["whole", "prefill", "decode", "embed"]:
-    """Return what an engine that has parts of its own is to be."""
-    if settings.role == "prefill" or settings.role == "decode":
-        return settings.role
-    return "embed" if embeds(settings) else "whole"
-
-
 class Kind(NamedTuple):
-    """One engine: how it is built, what it serves when no model is named, what must be installed, what it can be told.
+    """One engine: how it is built, its default model and name, and the modules that must be installed.
 
-    One without `help` takes no words of its own; `load` is for one that is not simply imported.
+    `help` returns the help text of its own arguments; an engine without it takes none. `load` imports an engine that
+    needs more than an import of `needs`.
     """
 
     build: Callable[[Settings], Engine]
@@ -104,15 +112,15 @@ ENGINES = {
 
 
 def prepare_model(settings: Settings) -> Settings:
-    """Return the settings with `model` a directory of this machine and `name` what it is served under.
+    """Return the settings with `model` as a local directory and `name` as the served name.
 
-    Fetches a model that is not here, which may take minutes, and blocks meanwhile. Raises ConfigError.
+    Blocks while it downloads a model, which may take minutes. Raises ConfigError.
     """
     kind = _kind(settings)
     if settings.engine_args and kind.help is None:
-        raise ConfigError(f"the engine {settings.engine} takes nothing after --: drop {settings.engine_args[0]}")
+        raise ConfigError(f"the engine {settings.engine} takes no arguments after --: drop {settings.engine_args[0]}")
     if settings.experts != ExpertOptions() and settings.engine != "sglang":
-        raise ConfigError(f"the engine {settings.engine} does not spread experts: drop --experts-...")
+        raise ConfigError(f"the engine {settings.engine} has no expert parallelism: drop the --experts-* settings")
     model = settings.model or kind.own_model
     directory = resolve_model(model, cache_directory(settings) / "models")
     name = settings.name or (served_name(model) if settings.model else kind.own_name)
@@ -120,9 +128,9 @@ def prepare_model(settings: Settings) -> Settings:
 
 
 def prepare_tokenizer(settings: Settings) -> Settings:
-    """Return the settings with `model` a directory that has at least tokenizer and configuration. See above.
+    """Return the settings with `model` as a local directory with at least tokenizer and configuration.
 
-    For processes that have no engine, so none need be installed.
+    For processes without an engine: none needs to be installed.
     """
     model = settings.model or "smollm2"
     directory = resolve_model(model, cache_directory(settings) / "models", weights=False)
@@ -136,16 +144,18 @@ def embeds(settings: Settings) -> bool:
     return settings.engine != "echo" and is_sentence_model(Path(settings.model))
 
 
-def words_help(settings: Settings) -> str:
-    """Return what can follow `--` on the command line. Raises ConfigError if the engine takes nothing."""
+def engine_args_help(settings: Settings) -> str:
+    """Return the help text of the arguments after `--`. Raises ConfigError if the engine takes none."""
     kind = _kind(settings)
     if kind.help is None:
-        raise ConfigError(f"the engine {settings.engine} has no options beside its --{settings.engine}-... ones")
+        raise ConfigError(
+            f"the engine {settings.engine} takes no arguments after --; its options are --{settings.engine}-*"
+        )
     return kind.help(settings)
 
 
 def import_engine(settings: Settings) -> None:
-    """Import what `build_engine` will need: it takes seconds, so do it off the event loop."""
+    """Import the modules of the engine. Takes seconds: call it off the event loop."""
     kind = _kind(settings)
     if kind.load is not None:
         kind.load(settings)
@@ -155,7 +165,7 @@ def import_engine(settings: Settings) -> None:
 
 
 def build_engine(settings: Settings) -> Engine:
-    """Return the engine that prepared `settings` name, not yet started. Raises ConfigError."""
+    """Return the engine of prepared `settings`, not started. Raises ConfigError."""
     return _kind(settings).build(settings)
 
 

@@ -1,1 +1,1 @@
-"""Whether this worker still does its job: a canary that asks, and a watchdog that looks."""
+"""Health checks of a worker: the canary and the watchdog."""

@@ -1,4 +1,4 @@
-"""The canary: a small request of the worker's own role, sent through its own handler when nobody else has sent one."""
+"""The canary: a small request of the worker's own role, sent through its own handler while no client sends one."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ Probe = Callable[[], Awaitable[None]]
 
 
 async def try_probe(probe: Probe, timeout_s: float) -> str | None:
-    """Run `probe` once; return what is wrong, or None if it answered in time."""
+    """Run `probe` once; return what is wrong, or None if it was answered in time."""
     try:
         await asyncio.wait_for(probe(), timeout_s)
     except TimeoutError:
@@ -23,13 +23,13 @@ async def try_probe(probe: Probe, timeout_s: float) -> str | None:
 
 
 class Canary:
-    """Probes an idle worker; tells when it stops answering and when it answers again, and gives up on it in the end."""
+    """Probes an idle worker and calls `on_change` with whether it is healthy, each time that changes."""
 
     def __init__(
         self,
         probe: Probe,
         busy: Callable[[], bool],
-        on_change: Callable[[bool, str], Awaitable[None]],
+        on_change: Callable[[bool], Awaitable[None]],
         interval_s: float,
         timeout_s: float,
         give_up_s: float,
@@ -41,35 +41,39 @@ class Canary:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._give_up_s = give_up_s
-        self._excused = suspended
+        self._suspended = suspended
+        self._failing_since: float | None = None
         self.healthy = True
 
     async def run(self) -> None:
         """Probe until no probe has been answered for `give_up_s`, then raise EngineStalled.
 
-        A busy worker is left to the watchdog: its own requests are the probe. One that is excused, before a probe or
-        during it, need not answer.
+        A busy worker is left to the watchdog: its requests are the probe. While the engine is suspended, before a
+        probe or during it, a probe may fail.
         """
-        clock = asyncio.get_running_loop().time
-        failing_since: float | None = None
         while True:
             await asyncio.sleep(self._interval_s)
-            if self._excused():
-                failing_since = None
-                continue
-            if self._busy() and self.healthy:
-                continue
-            started = clock()
-            problem = await try_probe(self._probe, self._timeout_s)
-            if problem is not None and self._excused():
-                continue
-            if problem is None:
-                failing_since = None
-            elif failing_since is None:
-                failing_since = started
-            elif clock() - failing_since >= self._give_up_s:
-                raise EngineStalled(f"no probe was answered for {clock() - failing_since:.0f} s; the last: {problem}")
-            if (problem is None) != self.healthy:
-                self.healthy = problem is None
-                log.log(logging.INFO if self.healthy else logging.ERROR, "canary: %s", problem or "answers again")
-                await self._on_change(self.healthy, problem or "")
+            if self._suspended():
+                self._failing_since = None
+            elif not self._busy() or not self.healthy:
+                await self._check()
+
+    async def _check(self) -> None:
+        started = asyncio.get_running_loop().time()
+        problem = await try_probe(self._probe, self._timeout_s)
+        if problem is not None and self._suspended():
+            return
+        self._give_up_after_failures(problem, started)
+        if (problem is None) != self.healthy:
+            self.healthy = problem is None
+            log.log(logging.INFO if self.healthy else logging.ERROR, "canary: %s", problem or "healthy again")
+            await self._on_change(self.healthy)
+
+    def _give_up_after_failures(self, problem: str | None, started: float) -> None:
+        """Raise EngineStalled if probes have failed for `give_up_s`."""
+        if problem is None:
+            self._failing_since = None
+        elif self._failing_since is None:
+            self._failing_since = started
+        elif (failing_s := asyncio.get_running_loop().time() - self._failing_since) >= self._give_up_s:
+            raise EngineStalled(f"no probe was answered for {failing_s:.0f} s; the last: {problem}")

@@ -1,4 +1,4 @@
-"""One page of Prometheus text from several sources: whoever comes first with a name keeps it."""
+"""Joins Prometheus text of several sources into one page: the first source of a metric name wins."""
 
 import asyncio
 import logging
@@ -13,18 +13,18 @@ _SUFFIXES = ("", "_bucket", "_sum", "_count", "_total", "_created", "_info")
 
 
 def join(texts: Iterable[str]) -> str:
-    """Return `texts` as one, without metrics that an earlier one has."""
+    """Return `texts` as one, without metrics that an earlier text has."""
     taken: set[str] = set()
     lines: list[str] = []
     for text in texts:
-        mine: set[str] = set()
+        names: set[str] = set()
         family = ""
         for line in text.splitlines():
             family = _family(line, family)
             if family and family not in taken:
-                mine.add(family)
+                names.add(family)
                 lines.append(line)
-        taken |= mine
+        taken |= names
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -39,34 +39,34 @@ def _family(line: str, current: str) -> str:
 
 
 class TimedScrape:
-    """Asks a source that may fail or hang: then it says nothing, and is not asked again before it has answered."""
+    """Scrapes a source that may fail or hang: its metrics are then missing, and no second scrape starts meanwhile."""
 
-    def __init__(self, name: str, ask: Callable[[], Awaitable[str]], limit_s: float) -> None:
+    def __init__(self, name: str, scrape: Callable[[], Awaitable[str]], timeout_s: float) -> None:
         self._name = name
-        self._ask = ask
-        self._limit_s = limit_s
-        self._asking: asyncio.Future[str] | None = None
+        self._scrape = scrape
+        self._timeout_s = timeout_s
+        self._pending: asyncio.Future[str] | None = None
 
     async def text(self) -> str:
-        """Return what the source says, "" if it does not in time. Whoever asks meanwhile gets the same answer."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.ensure_future(self._ask())
-            self._asking.add_done_callback(_look_at)
+        """Return the source's metrics, "" if they are not there in time. Concurrent calls share one scrape."""
+        if self._pending is None or self._pending.done():
+            self._pending = asyncio.ensure_future(self._scrape())
+            self._pending.add_done_callback(_retrieve)
         try:
-            return await asyncio.wait_for(asyncio.shield(self._asking), self._limit_s)
+            return await asyncio.wait_for(asyncio.shield(self._pending), self._timeout_s)
         except TimeoutError:
-            log.warning("%s has not told its metrics within %g s", self._name, self._limit_s)
-        except Exception as error:  # noqa: BLE001 - the other metrics are worth telling
-            log.warning("%s cannot tell its metrics: %r", self._name, error)
+            log.warning("%s has returned no metrics within %g s", self._name, self._timeout_s)
+        except Exception as error:  # noqa: BLE001 - the other metrics are still shown
+            log.warning("the metrics of %s failed: %r", self._name, error)
         return ""
 
     def close(self) -> None:
-        """Wait for no answer any more."""
-        if self._asking is not None:
-            self._asking.cancel()
+        """Cancel a scrape that runs."""
+        if self._pending is not None:
+            self._pending.cancel()
 
 
-def _look_at(asked: asyncio.Future[str]) -> None:
-    """An answer that came too late for everybody may be an error."""
-    if not asked.cancelled():
-        asked.exception()
+def _retrieve(scraped: asyncio.Future[str]) -> None:
+    """Mark the error of a scrape that outlived its callers as retrieved."""
+    if not scraped.cancelled():
+        scraped.exception()

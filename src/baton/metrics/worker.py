@@ -22,11 +22,11 @@ from baton.protocol.lifecycle import TERMINAL
 log = logging.getLogger("baton.request")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-_ORDER_SECONDS = (0.001, 0.01, 0.1, 1, 5, 10, 30, 60, 300, 600)
+_COMMAND_SECONDS = (0.001, 0.01, 0.1, 1, 5, 10, 30, 60, 300, 600)
 
 
 class RoomCounts(Protocol):
-    """The rooms of a prefill worker, counted. Read from any thread."""
+    """Counts of a prefill worker's rooms. Read from any thread."""
 
     @property
     def open(self) -> Mapping[str, int]:
@@ -34,19 +34,19 @@ class RoomCounts(Protocol):
 
     @property
     def ended(self) -> Mapping[str, int]:
-        """How many rooms have ended, by how."""
+        """How many rooms have ended, by outcome."""
 
 
 class TrafficCounts(Protocol):
-    """The KV that a decode worker has fetched, by the way it came. Read from any thread."""
+    """The KV that a decode worker has fetched, by transport. Read from any thread."""
 
     @property
     def bytes_by_transport(self) -> Mapping[str, float]:
-        """How much."""
+        """How many bytes."""
 
     @property
     def seconds_by_transport(self) -> Mapping[str, float]:
-        """How long it took, over all requests."""
+        """How many seconds, over all requests."""
 
 
 class WorkerMetrics:
@@ -70,21 +70,21 @@ class WorkerMetrics:
             "baton_request_seconds", "Admission to the end", buckets=_SECONDS, registry=self.registry
         )
         self.in_flight = Gauge("baton_in_flight", "Requests inside the gate", registry=self.registry)
-        self.healthy = Gauge("baton_healthy", "1 while canary and watchdog are content", registry=self.registry)
-        self._running = Gauge("baton_engine_running", "Requests the engine runs", registry=self.registry)
-        self._waiting = Gauge("baton_engine_waiting", "Requests that wait in the engine", registry=self.registry)
+        self.healthy = Gauge("baton_healthy", "1 while canary and watchdog find no fault", registry=self.registry)
+        self._running = Gauge("baton_engine_running", "Requests running in the engine", registry=self.registry)
+        self._waiting = Gauge("baton_engine_waiting", "Requests waiting in the engine", registry=self.registry)
         self._blocks = Gauge("baton_engine_blocks", "KV blocks by use", ["use"], registry=self.registry)
-        self._orders = Counter(
+        self._commands = Counter(
             "baton_commands",
-            "Calls to the operator's routes, by how they ended",
+            "Commands of operators, by outcome",
             ["command", "outcome"],
             registry=self.registry,
         )
-        self._order_seconds = Histogram(
+        self._command_seconds = Histogram(
             "baton_command_seconds",
-            "How long operators' calls took",
+            "Duration of operators' commands",
             ["command"],
-            buckets=_ORDER_SECONDS,
+            buckets=_COMMAND_SECONDS,
             registry=self.registry,
         )
         self._loads: dict[int, LoadSnapshot] = {}
@@ -100,7 +100,7 @@ class WorkerMetrics:
         self._by_state[record.role, record.state].inc()
         if record.error_code is not None:
             self._errors.labels(record.error_code).inc()
-        if record.role != "canary":  # tokens and times are those of clients
+        if record.role != "canary":  # tokens and times count clients only
             self._prompt.inc(record.prompt_tokens)
             self._cached.inc(record.cached_tokens)
             self._completion.inc(record.completion_tokens)
@@ -131,13 +131,13 @@ class WorkerMetrics:
         self._blocks.labels("used").set(sum(load.used_blocks for load in loads))
         self._blocks.labels("free").set(sum(load.total_blocks - load.used_blocks for load in loads))
 
-    def ordered(self, command: str, outcome: str, seconds: float) -> None:
-        """Count an operator's call."""
-        self._orders.labels(command, outcome).inc()
-        self._order_seconds.labels(command).observe(seconds)
+    def count_command(self, command: str, outcome: str, seconds: float) -> None:
+        """Count an operator's command."""
+        self._commands.labels(command, outcome).inc()
+        self._command_seconds.labels(command).observe(seconds)
 
     def show_transfers(self, rooms: RoomCounts | None, traffic: TrafficCounts | None) -> None:
-        """Show what is handed from one worker to another, where the role has it."""
+        """Export the KV handoffs of this worker, where its role has any."""
         if rooms is not None:
             self.registry.register(_Rooms(rooms))
         if traffic is not None:
@@ -156,7 +156,7 @@ class _Rooms(Collector):
         rooms = GaugeMetricFamily("baton_rooms", "Rooms with KV for decode workers, by state", labels=["state"])
         for state, number in self._counts.open.items():
             rooms.add_metric([state], number)
-        ended = CounterMetricFamily("baton_rooms", "Rooms that have ended, by how", labels=["end"])
+        ended = CounterMetricFamily("baton_rooms", "Rooms that have ended, by outcome", labels=["end"])
         for end, number in self._counts.ended.items():
             ended.add_metric([end], number)
         yield from (rooms, ended)
@@ -170,7 +170,7 @@ class _Traffic(Collector):
         size = CounterMetricFamily("baton_transfer_bytes", "KV fetched from prefill workers", labels=["transport"])
         for transport, number in dict(self._counts.bytes_by_transport).items():
             size.add_metric([transport], number)
-        seconds = CounterMetricFamily("baton_transfer_seconds", "Time that fetching KV took", labels=["transport"])
+        seconds = CounterMetricFamily("baton_transfer_seconds", "Seconds spent fetching KV", labels=["transport"])
         for transport, number in dict(self._counts.seconds_by_transport).items():
             seconds.add_metric([transport], number)
         yield from (size, seconds)

@@ -41,7 +41,7 @@ def fetch_from_hub(model: str, weights: bool = True) -> Path:
     except errors.RepositoryNotFoundError:
         problem = "it does not exist or is private; check the spelling, and set HF_TOKEN"
     except Exception as error:  # the client also raises errors of its HTTP library
-        log.info("cannot fetch %s from the hub: %r", model, error)
+        log.debug("cannot fetch %s from the hub: %r", model, error)
         offline = isinstance(error, errors.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE
         reason = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({type(error).__name__})"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Control: what an operator reaches of a worker. Whoever carries the orders here knows neither engine nor discovery."""
+"""Control: an operator's access to one worker. Its callers know neither the engine nor discovery."""
 
 from typing import Protocol
 
@@ -9,10 +9,11 @@ from baton.protocol.commands import Command, Outcome
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker stands with its orders.
+    """The state of a worker.
 
-    `released` are the memory tags that are given back, `doing` is the order in hand, and `listed` tells whether
-    discovery has the worker.
+    `paused`: an operator's pause holds. `released`: memory tags that are released. `command`: the command that is being
+    executed. `registered`: discovery has the worker. `in_flight`: requests that run. `capabilities`: those of the
+    engine.
     """
 
     weight_version: str
@@ -25,13 +26,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Control(Protocol):
-    """Takes orders, from any number of callers in one event loop, and carries them out one at a time."""
+    """Takes commands from any number of callers in one event loop, and executes them one at a time."""
 
     def status(self) -> Status:
-        """Return where the worker stands; answers while an order is being carried out."""
+        """Return the state of the worker, also while a command is being executed."""
 
     async def execute(self, command: Command) -> Outcome:
-        """Have `verb` done, after those that came before it.
+        """Execute `command`, after those that were received before it.
 
         Raises Unsupported, InvalidRequest, Conflict, EngineFailed, PeerLost or Draining, and then nothing has changed;
         EngineStalled or EngineDead, and then the worker ends.

@@ -1,4 +1,4 @@
-"""The runtime: how requests reach this process and how processes find each other. It knows neither roles nor engines.
+"""The runtime: carries requests between processes, and discovery. It knows neither roles nor engines.
 
 `baton.testing.RuntimeContract` checks every rule here.
 """
@@ -16,7 +16,7 @@ Rep = TypeVar("Rep")
 
 
 class Context(Protocol):
-    """Who is calling, and whether they still want the answer."""
+    """The caller of a request."""
 
     @property
     def id(self) -> str:
@@ -24,14 +24,14 @@ class Context(Protocol):
 
     @property
     def trace_headers(self) -> Mapping[str, str]:
-        """W3C trace headers and the client's request ids, to hand on unchanged; empty when there is no trace."""
+        """W3C trace headers and the client's request ids, to pass on unchanged; empty when there is no trace."""
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, in the event loop, when the caller leaves; at once if it has left already."""
+        """Call `callback` once, in the event loop, when the caller disconnects; at once if it already has."""
 
 
 class Service(Generic[Req, Rep]):
-    """A typed handler with its codec: what a runtime serves."""
+    """A typed handler with its codec, served by a runtime."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Service(Generic[Req, Rep]):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """How a served model is announced to frontends and routers."""
+    """A served model, as it is registered for frontends and routers."""
 
     name: str
     directory: str
@@ -68,33 +68,33 @@ class Endpoint(Protocol):
 
     @property
     def instance_id(self) -> int:
-        """The id that discovery knows this instance by."""
+        """The id of this instance in discovery."""
 
     @property
     def is_registered(self) -> bool:
-        """Whether discovery has this instance now. It may lose one that showed no life for some seconds."""
+        """Whether discovery has this instance now. It drops one that sent no heartbeat for some seconds."""
 
     async def register_model(self, card: ModelCard) -> None:
-        """Announce the model, once; from now on frontends send requests here."""
+        """Register the model, once; from then on frontends send requests to this instance."""
 
     def publish(self, reading: Reading) -> None:
-        """Tell routers how busy this instance is and which blocks it holds, as the engine said so. Never blocks.
+        """Publish the load of this instance or a KV event to routers. Never blocks.
 
-        Valid after `advertise`; which blocks is told only with a card that has `kv_events`.
+        Valid after `register_model`; KV events are published only with a card that has `kv_events`.
         """
 
     async def deregister(self) -> None:
-        """Leave discovery; requests that run go on. Idempotent."""
+        """Leave discovery; running requests continue. Idempotent."""
 
     async def register(self) -> None:
-        """Come back into discovery after `withdraw`. Idempotent."""
+        """Enter discovery again after `deregister`. Idempotent."""
 
 
 class Client(Protocol):
-    """Calls the instances of one endpoint, wherever they are."""
+    """Calls the instances of one endpoint, in any process."""
 
     def instances(self) -> list[int]:
-        """The instances that discovery knows now."""
+        """The instances that are in discovery now."""
 
     async def ready(self, timeout_s: float) -> list[int]:
         """Wait for at least one instance. Raises PeerLost after `timeout_s`."""
@@ -102,17 +102,17 @@ class Client(Protocol):
     def call(
         self, request: Wire, instance: int | None = None, parent: Context | None = None
     ) -> AsyncGenerator[Wire, None]:
-        """Send `request` and iterate over its answers; closing the iterator cancels it at the other side.
+        """Send `request` and iterate over its replies; closing the iterator cancels the request in the other process.
 
         The call carries the trace of `parent` and is cancelled when `parent` is. Raises the errors of `errors.py`.
         """
 
 
 class Runtime(Protocol):
-    """This process's place in the cluster."""
+    """This process as a member of the cluster."""
 
     async def start(self) -> None:
-        """Join. Raises ConfigError when an address is taken or a service cannot be reached."""
+        """Join the cluster. Raises ConfigError when an address is in use or a service cannot be reached."""
 
     async def serve(self, path: str, service: Service[Req, Rep]) -> Endpoint:
         """Serve `path` ("namespace.component.endpoint") until `shutdown`. Requests may run concurrently.
@@ -124,12 +124,12 @@ class Runtime(Protocol):
     async def client(self, path: str, kv_block_size: int | None = None) -> Client:
         """Return a client for the instances of `path`.
 
-        With `kv_block_size`, the size of the instances' KV blocks, calls that name no instance go where the beginning
-        of their `token_ids` is cached, as far as the instances tell; without, to one after the other.
+        With `kv_block_size`, the size of the instances' KV blocks, calls that name no instance go where the prefix of
+        their `token_ids` is cached, by the KV events of the instances; without, round robin.
         """
 
     async def metrics(self) -> str:
-        """Return the runtime's own metrics as Prometheus text; "" if it has none, or does not run."""
+        """Return the runtime's own metrics as Prometheus text; "" if it has none, or is not running."""
 
     async def shutdown(self) -> None:
-        """Leave: end every served endpoint and free everything. Idempotent; running handlers are cancelled."""
+        """Leave the cluster: cancel running handlers, end every served endpoint and free everything. Idempotent."""

@@ -1,4 +1,4 @@
-"""How the work of a process ends, as the exit code that tells its supervisor what to do next."""
+"""The exit code of a process: it tells the supervisor whether to restart it."""
 
 import cProfile
 import logging
@@ -12,17 +12,17 @@ from baton.status.sd_notify import notify
 
 log = logging.getLogger(__name__)
 
-EXIT_FAILED = 75  # EX_TEMPFAIL: start me again
+EXIT_FAILED = 75  # EX_TEMPFAIL: restart
 
 
 async def exit_code(work: Coroutine[Any, Any, None], profile: Path | None = None) -> int:
-    """Do `work` and return 0, or `EXIT_FAILED` if it failed. Raises ConfigError, for a restart would not mend that.
+    """Do `work` and return 0, or `EXIT_FAILED` if it failed. Raises ConfigError, which a restart does not fix.
 
-    With `profile`, a directory, a profile of the event loop is left there.
+    With `profile`, a directory, a profile of the event loop is written there.
     """
-    clock = cProfile.Profile() if profile is not None else None
-    if clock is not None:
-        clock.enable()
+    profiler = cProfile.Profile() if profile is not None else None
+    if profiler is not None:
+        profiler.enable()
     try:
         await work
     except ConfigError:
@@ -32,7 +32,7 @@ async def exit_code(work: Coroutine[Any, Any, None], profile: Path | None = None
         notify(f"STATUS={error.message}")
         return EXIT_FAILED
     finally:
-        if clock is not None and profile is not None:
-            clock.disable()
-            clock.dump_stats(profile / f"baton-{os.getpid()}.pstats")
+        if profiler is not None and profile is not None:
+            profiler.disable()
+            profiler.dump_stats(profile / f"baton-{os.getpid()}.pstats")
     return 0

@@ -1,7 +1,7 @@
-"""Engines that are spread over machines: what the nodes that follow see of their engine reaches routers by the leader.
+"""Engines that are spread over machines: KV events and load of the follower nodes reach routers through the leader.
 
-Each node that follows serves what its engine tells; the leader reads all of them and tells it as its own, for routers
-know the engine by the leader's name only.
+Each follower serves the readings of its engine. The leader reads all of them and publishes them as its own, since
+routers know the engine by the leader's instance only.
 """
 
 import asyncio
@@ -20,89 +20,97 @@ from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot, 
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-MOST_UNREAD = 100_000
+POLL_INTERVAL_S = 1.0
+MAX_UNREAD = 100_000
 
 
-def node_path(settings: Settings, role: str, group: str) -> str:
-    """Return where the nodes of the engine `group` that follow can be heard."""
+def follower_path(settings: Settings, role: str, group: str) -> str:
+    """Return the path at which the followers of the engine `group` serve their readings."""
     name = hashlib.blake2b(group.encode(), digest_size=8).hexdigest()
     return f"{settings.namespace}.{role}-nodes.{name}"
 
 
 class FollowerEvents:
-    """What a node that follows has to say, for one listener at a time. Event-loop thread only."""
+    """The readings of a follower, for one subscriber at a time. Event-loop thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_unread: int = MAX_UNREAD) -> None:
+        self._max_unread = max_unread
         self._unread: deque[Reading] = deque()
         self._ranks: set[int] = set()
-        self._news = asyncio.Event()
+        self._added = asyncio.Event()
 
     @property
     def service(self) -> Service[None, Reading]:
         """What the leader calls."""
-        return Service(self._say, lambda _: None, msgspec.to_builtins)
+        return Service(self._stream, lambda _: None, msgspec.to_builtins)
 
     def publish(self, reading: Reading) -> None:
-        """Say `reading` to the leader, now or when it listens. Never blocks."""
+        """Send `reading` to the leader, now or when it subscribes. Never blocks."""
         self._ranks.add(reading.dp_rank)
-        if len(self._unread) >= MOST_UNREAD:
-            self._forget()
+        if len(self._unread) >= self._max_unread:
+            self._restart()
         self._unread.append(reading)
-        self._news.set()
+        self._added.set()
 
-    async def _say(self, _: None, context: Context) -> AsyncGenerator[Reading, None]:
-        self._unread.extendleft(KvCleared(rank) for rank in self._ranks)  # whatever another listener has heard
+    async def _stream(self, _: None, context: Context) -> AsyncGenerator[Reading, None]:
+        # Blocks that an earlier subscriber has published may be gone.
+        self._unread.extendleft(KvCleared(rank) for rank in self._ranks)
         while True:
             while self._unread:
                 yield self._unread.popleft()
-            self._news.clear()
-            await self._news.wait()
+            self._added.clear()
+            await self._added.wait()
 
-    def _forget(self) -> None:
-        """Begin anew: a listener who has missed something would believe in blocks that are gone."""
+    def _restart(self) -> None:
+        """Drop what is unread and clear every rank: a gap would leave blocks in the routers' index that are gone."""
         self._unread.clear()
         self._unread.extend(KvCleared(rank) for rank in self._ranks)
 
 
-class Listener:
-    """The leader's ear. Event-loop thread only."""
+class FollowerSubscriber:
+    """Publishes the readings of every follower, in the leader. Event-loop thread only."""
 
-    def __init__(self, runtime: Runtime, path: str, publish: Callable[[Reading], None], look_s: float = LOOK_S) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        path: str,
+        publish: Callable[[Reading], None],
+        poll_interval_s: float = POLL_INTERVAL_S,
+    ) -> None:
         self._runtime = runtime
         self._path = path
         self._publish = publish
-        self._look_s = look_s
-        self._hearing: dict[int, asyncio.Task[None]] = {}
-        self._unheard: set[int] = set()
+        self._poll_interval_s = poll_interval_s
+        self._subscriptions: dict[int, asyncio.Task[None]] = {}
+        self._unreachable: set[int] = set()
 
     async def run(self) -> None:
-        """Listen to every node that is there, until cancelled."""
+        """Subscribe to every follower that discovery has, until cancelled."""
         client = await self._runtime.client(self._path)
         try:
             while True:
-                there = client.instances()
-                self._unheard.intersection_update(there)
-                for instance in there:
-                    hearing = self._hearing.get(instance)
-                    if hearing is None or hearing.done():
-                        self._hearing[instance] = asyncio.create_task(self._hear(client, instance))
-                await asyncio.sleep(self._look_s)
+                instances = client.instances()
+                self._unreachable.intersection_update(instances)
+                for instance in instances:
+                    subscription = self._subscriptions.get(instance)
+                    if subscription is None or subscription.done():
+                        self._subscriptions[instance] = asyncio.create_task(self._read(client, instance))
+                await asyncio.sleep(self._poll_interval_s)
         finally:
-            for hearing in self._hearing.values():
-                hearing.cancel()
-            if self._hearing:
-                await asyncio.wait(self._hearing.values(), timeout=LOOK_S)
+            for subscription in self._subscriptions.values():
+                subscription.cancel()
+            if self._subscriptions:
+                await asyncio.wait(self._subscriptions.values(), timeout=POLL_INTERVAL_S)
 
-    async def _hear(self, client: Client, instance: int) -> None:
+    async def _read(self, client: Client, instance: int) -> None:
         try:
             async with aclosing(client.call({}, instance)) as replies:
                 async for reply in replies:
                     self._publish(msgspec.convert(reply, LoadSnapshot | KvStored | KvRemoved | KvCleared))
-                    if instance in self._unheard:
-                        self._unheard.remove(instance)
-                        log.info("node %x of this engine is heard again", instance)
+                    if instance in self._unreachable:
+                        self._unreachable.remove(instance)
+                        log.info("follower %x of this engine is reachable again", instance)
         except (BatonError, msgspec.ValidationError) as error:
-            if instance not in self._unheard:  # once: it is tried again with every look
-                self._unheard.add(instance)
-                log.warning("node %x of this engine cannot be heard: %s", instance, error)
+            if instance not in self._unreachable:  # logged once: every poll tries again
+                self._unreachable.add(instance)
+                log.warning("cannot read the events of follower %x of this engine: %s", instance, error)

@@ -1,6 +1,6 @@
-"""Whether prefill and decode workers can hand KV to each other: told by each, and asked by each when it starts.
+"""Whether prefill and decode workers have the same KV shape. Each serves its own, and compares when it starts.
 
-A pair that starts at the same time finds out as well: everyone can be asked before he asks.
+A worker serves its shape before it asks for those of its peers, so a pair that starts at the same time finds out too.
 """
 
 import asyncio
@@ -19,45 +19,45 @@ from baton.protocol.codec import DecodeError, convert
 
 log = logging.getLogger(__name__)
 
-FIND_S = 0.5
-ANSWER_S = 1.5
+FIND_TIMEOUT_S = 0.5
+REPLY_TIMEOUT_S = 1.5
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
 _OPTIONS = {"block_size": "block_size", "dtype": "dtype"}
 
 
 def kv_path(settings: Settings, role: str) -> str:
-    """Return where workers of `role` tell what their KV is like."""
+    """Return the path at which workers of `role` serve the shape of their KV."""
     return f"{settings.namespace}.{role}.kv"
 
 
 def kv_service(shape: KvShape) -> Service[None, KvShape]:
-    """Return what tells others the shape of this worker's KV."""
+    """Return a service that replies with the shape of this worker's KV."""
 
-    async def tell(_: None, context: Context) -> AsyncGenerator[KvShape, None]:
+    async def reply(_: None, context: Context) -> AsyncGenerator[KvShape, None]:
         yield shape
 
-    return Service(tell, lambda _: None, msgspec.to_builtins)
+    return Service(reply, lambda _: None, msgspec.to_builtins)
 
 
-async def refuse_unlike_peers(runtime: Runtime, settings: Settings, role: str, shape: KvShape) -> None:
-    """Ask those who are there of the other role. Raises ConfigError, saying what to change, if one has other KV.
+async def refuse_incompatible_peers(runtime: Runtime, settings: Settings, role: str, shape: KvShape) -> None:
+    """Compare with the workers of the other role that run now. Raises ConfigError, naming the flag to change.
 
-    Takes some two seconds at most. Nobody there is fine; who does not answer is left alone.
+    Takes two seconds at most. A worker that does not reply is ignored.
     """
     other = OTHER_ROLE[role]
     client = await runtime.client(kv_path(settings, other))
     try:
-        found = await client.ready(FIND_S)
+        instances = await client.ready(FIND_TIMEOUT_S)
     except PeerLost:
         return
-    for theirs in await asyncio.gather(*(_ask(client, instance, other) for instance in found)):
+    for theirs in await asyncio.gather(*(_shape_of(client, instance, other) for instance in instances)):
         if theirs is not None and theirs != shape:
             raise ConfigError(difference(shape, theirs, other, settings.engine))
 
 
 def difference(mine: KvShape, theirs: KvShape, other: str, engine: str) -> str:
-    """Return in words what two shapes do not have in common, and what would mend it."""
-    # Weights of another type are another model, and another model has everything else of its own.
+    """Return a message that names the first difference between two shapes, and the flag that fixes it."""
+    # Another dtype changes the model's hash, and another model most other fields: name the cause first.
     names = ("dtype", "model", *mine.__struct_fields__)
     name = next(name for name in names if getattr(mine, name) != getattr(theirs, name))
     here, there = getattr(mine, name), getattr(theirs, name)
@@ -73,19 +73,19 @@ def _flag(name: str, engine: str) -> str:
     return flags[0] if flags else "--model"
 
 
-async def _ask(client: Client, instance: int, role: str) -> KvShape | None:
+async def _shape_of(client: Client, instance: int, role: str) -> KvShape | None:
     try:
-        async with asyncio.timeout(ANSWER_S):
-            return await _answer(client, instance)
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
+            return await _request_shape(client, instance)
     except (TimeoutError, DecodeError, BatonError) as error:
-        log.warning("a %s worker did not say what its KV is like: %r", role, error)
+        log.warning("a %s worker did not reply with the shape of its KV: %r", role, error)
         return None
 
 
-async def _answer(client: Client, instance: int) -> KvShape:
-    question: Wire = {}
-    async with aclosing(client.call(question, instance)) as answers:
-        shapes = [convert(answer, KvShape) async for answer in answers]
+async def _request_shape(client: Client, instance: int) -> KvShape:
+    request: Wire = {}
+    async with aclosing(client.call(request, instance)) as replies:
+        shapes = [convert(reply, KvShape) async for reply in replies]
     if not shapes:
-        raise PeerLost("an empty answer")
+        raise PeerLost("an empty reply")
     return shapes[0]

@@ -1,4 +1,4 @@
-"""Logs to standard error, many lines in one write: under load a write for each request costs more than its log line."""
+"""Logs to standard error, many lines in one write: a write per request costs more than formatting its line."""
 
 import atexit
 import logging
@@ -6,12 +6,12 @@ import sys
 import threading
 import time
 
-FLUSH_S = 0.1
+FLUSH_INTERVAL_S = 0.1
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class BatchedHandler(logging.Handler):
-    """Holds lines back for at most `FLUSH_S`; a warning or worse goes out at once, with all that came before it."""
+    """Buffers lines for at most `FLUSH_INTERVAL_S`; a warning or worse is written at once, after those before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class BatchedHandler(logging.Handler):
         threading.Thread(target=self._flush_often, name="baton-logs", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a record in."""
+        """Buffer a record."""
         self._lines.append(self.format(record))
         if record.levelno >= logging.WARNING:
             self.flush()
@@ -28,7 +28,7 @@ class BatchedHandler(logging.Handler):
             self._due.set()
 
     def flush(self) -> None:
-        """Write what there is."""
+        """Write the buffered lines."""
         with self.lock or threading.RLock():
             lines, self._lines = self._lines, []
             if lines:
@@ -37,7 +37,7 @@ class BatchedHandler(logging.Handler):
 
     def _flush_often(self) -> None:
         while self._due.wait():
-            time.sleep(FLUSH_S)
+            time.sleep(FLUSH_INTERVAL_S)
             self._due.clear()
             self.flush()
 
@@ -47,6 +47,6 @@ def start_logging(level: str) -> None:
     handler = BatchedHandler()
     handler.setFormatter(logging.Formatter(FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # Facts about threads and processes cost time for every line and are in none of them.
+    # Thread and process names cost time for every line, and no line has them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     atexit.register(handler.flush)

@@ -1,24 +1,28 @@
-"""The global router process: finds the pools of its plan, serves as if it were their workers, and follows the plan."""
+"""The global router process: finds the pools of its plan, serves in their place, and reloads the plan when it changes.
+
+It runs on the skeleton of `service_process.py`.
+"""
 
 import asyncio
-import gc
 import logging
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from baton.config.directories import profile_directory
 from baton.config.settings import Settings
 from baton.control.controller import Controller
-from baton.control.http.server import SystemServer
-from baton.control.http.shapes import Health, State
-from baton.errors import BatonError, ConfigError, Draining, EngineDead, InvalidRequest
+from baton.control.http.schemas import Health, State
+from baton.errors import BatonError, ConfigError, EngineDead, InvalidRequest
 from baton.metrics.exposition import TimedScrape, join
 from baton.models.directory import read_config
 from baton.ports.runtime import Endpoint, ModelCard, Runtime, Service, Wire
-from baton.process.exit_codes import exit_code
-from baton.process.signals import stop_on_signals
+from baton.process.service_process import (
+    DISCOVERY_TIMEOUT_S,
+    ServiceProcess,
+    bounded,
+    run_service,
+    watch_registration,
+)
 from baton.request.gate import Gate, GateState
 from baton.request.tracker import RequestLimits, RequestTracker
 from baton.router.forward import Forwarder
@@ -27,17 +31,17 @@ from baton.router.plan import PoolRole
 from baton.router.routing_table import RoutingTable
 from baton.router.topology_file import read_topology
 from baton.runtimes.dynamo.runtime import DynamoRuntime
-from baton.status.sd_notify import notify, send_heartbeats
+from baton.status.sd_notify import notify
 
 log = logging.getLogger(__name__)
 
 Stamp = tuple[int, int, int]
 
-LOOK_S = 0.1
-RELOAD_S = 1.0
+POLL_INTERVAL_S = 0.1
+CHECK_INTERVAL_S = 1.0
 REGISTRATION_CHECKS = 3
-METRICS_S = 3.0
-LAST_WORDS_S = 5.0
+SCRAPE_TIMEOUT_S = 3.0
+END_TIMEOUT_S = 5.0
 BLOCK_SIZE = 16
 DEFAULT_CONTEXT = 8192
 
@@ -50,34 +54,20 @@ _NEEDS: dict[PoolRole, tuple[tuple[str, ...], ...]] = {"prefill": (("decode",),)
 
 
 def run_router(settings: Settings) -> int:
-    """Run a global router until it is told to stop; return its exit code. Its model has been prepared."""
+    """Run a global router until it is stopped; return its exit code. Its model has been prepared."""
     import uvloop
 
-    return uvloop.run(_main(settings))
+    async def build() -> GlobalRouter:
+        runtime = DynamoRuntime(
+            settings.runtime, publishes_metrics=True, reader_stall_timeout_s=settings.reader_stall_timeout_s
+        )
+        return GlobalRouter(settings, runtime)
 
-
-async def _main(settings: Settings) -> int:
-    stop = stop_on_signals(drain_timeout_s=settings.drain_timeout_s)
-    server = SystemServer(settings.system_host, settings.system_port, accepts_commands=False)
-    await server.start()
-    runtime = DynamoRuntime(
-        settings.runtime, publishes_metrics=True, reader_stall_timeout_s=settings.reader_stall_timeout_s
-    )
-    server.subject = router = GlobalRouter(settings, runtime)
-
-    def on_ready() -> None:
-        log.info("health and metrics on %s", server.url)
-        gc.freeze()  # what has been loaded stays; the collector need not look at it again
-        notify(f"READY=1\nSTATUS=health on {server.url}")
-
-    try:
-        return await exit_code(router.run(stop, on_ready), profile_directory(settings))
-    finally:
-        await server.aclose()
+    return uvloop.run(run_service(settings, build))
 
 
 class GlobalRouter:
-    """One router, from start to stop. What the system server asks of it can be asked any time."""
+    """One router, from start to stop. The system server may call it at any time."""
 
     def __init__(self, settings: Settings, runtime: Runtime) -> None:
         self._settings = settings
@@ -88,30 +78,20 @@ class GlobalRouter:
         self.observed = RouterMetrics(self.routing.routers)
         self.gate = Gate(sys.maxsize)
         self._endpoints: list[Endpoint] = []
-        self._source = TimedScrape("the runtime", runtime.metrics, METRICS_S)
+        self._scrape = TimedScrape("the runtime", runtime.metrics, SCRAPE_TIMEOUT_S)
+        self._process = ServiceProcess(
+            "router", runtime, self.gate, drain_timeout_s=settings.drain_timeout_s, end_timeout_s=END_TIMEOUT_S
+        )
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
-        """Serve until `stop` is set, then drain. Raises ConfigError or EngineDead."""
-        beating = asyncio.create_task(send_heartbeats(stop.set), name="heartbeat")
-        try:
-            if await _unless(stop, self._start()):
-                on_ready()
-                await _unless(stop, self._look_after())
-            await self._leave()
-        finally:
-            await self._runtime.shutdown()
-            beating.cancel()
-            self._source.close()
+        """See `Runnable.run`."""
+        await self._process.run(self, stop, on_ready)
+
+    # Called by the system server
 
     def health(self) -> Health:
-        """See `Subject.health`. Healthy means that every role has a pool with a worker."""
-        state: State = "serving"
-        if self.gate.state is GateState.DRAINING:
-            state = "draining"
-        elif not self._endpoints:
-            state = "starting"
-        elif self._empty_roles():
-            state = "unhealthy"
+        """See `Subject.health`. A role without workers makes the router unhealthy."""
+        state = self._state()
         return Health(
             ready=state == "serving",
             state=state,
@@ -122,40 +102,77 @@ class GlobalRouter:
 
     async def metrics(self) -> str:
         """See `Subject.metrics`."""
-        return join([self.observed.render(), await self._source.text() if self._endpoints else ""])
+        return join([self.observed.render(), await self._scrape.text() if self._endpoints else ""])
 
     def control(self) -> Controller | None:
-        """See `Operated.control`: a router takes no orders; its plan is changed by changing the file."""
+        """See `Controlled.control`. A router takes no commands; its plan is changed by editing the file."""
         return None
 
     def count_command(self, command: str, outcome: str, seconds: float) -> None:
-        """See `Operated.count_order`."""
+        """See `Controlled.count_command`."""
 
-    async def _start(self) -> None:
-        """Adopt the plan, wait for workers, and only then be found."""
+    def _state(self) -> State:
+        if self._process.failed or self.gate.state is GateState.DRAINING:
+            return "draining"
+        if not self._endpoints:
+            return "starting"
+        return "unhealthy" if self._empty_roles() else "serving"
+
+    # Called by the process skeleton
+
+    async def start(self) -> None:
+        """See `ServiceSteps.start`. The router registers when every role has a worker."""
         self._stamp = _stamp(self._file)
         topology = await asyncio.to_thread(read_topology, self._file, self._settings.namespace)
         await self._runtime.start()
         await self.routing.adopt(topology.plan)
-        try:
-            async with asyncio.timeout(self._settings.start_timeout_s):
-                while missing := self._empty_roles():
-                    notify(f"STATUS=waiting for workers: {', '.join(missing)}")
-                    await asyncio.sleep(LOOK_S)
-        except TimeoutError:
-            wanted = ", ".join(
-                state.pool.path for each in self.routing.routers() if each.role in missing for state in each.states
-            )
-            raise EngineDead(
-                f"no worker for {' and '.join(missing)} within {self._settings.start_timeout_s:g} s;"
-                f" looked for {wanted}"
-            ) from None
+        await self._wait_for_workers()
         limits = RequestLimits(request_timeout_s=self._settings.request_timeout_s)
         endpoints = [await self._serve(router.role, limits) for router in self.routing.routers()]
         for role, endpoint in endpoints:
             await endpoint.register_model(self._card(role))
         self._endpoints = [endpoint for _, endpoint in endpoints]
         log.info("routing %s by %s", self._settings.name, self._file)
+
+    def start_guards(self) -> None:
+        """See `ServiceSteps.start_guards`."""
+        self._process.guard("plan", self._follow_plan())
+
+        def is_lost() -> bool:
+            draining = self.gate.state is GateState.DRAINING
+            return not draining and not all(endpoint.is_registered for endpoint in self._endpoints)
+
+        self._process.guard(
+            "registration", watch_registration(is_lost, CHECK_INTERVAL_S, REGISTRATION_CHECKS, "router")
+        )
+
+    async def leave_discovery(self) -> None:
+        """See `ServiceSteps.leave_discovery`."""
+        for endpoint in self._endpoints:
+            await bounded("could not leave discovery", endpoint.deregister(), DISCOVERY_TIMEOUT_S)
+
+    async def idle(self, timeout_s: float) -> bool:
+        """See `ServiceSteps.idle`."""
+        return await self.gate.idle(timeout_s)
+
+    async def close(self) -> None:
+        """See `ServiceSteps.close`."""
+        self._scrape.close()
+
+    async def _wait_for_workers(self) -> None:
+        """Wait until every role has a worker. Raises EngineDead after `start_timeout_s`."""
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                while missing := self._empty_roles():
+                    notify(f"STATUS=waiting for workers: {', '.join(missing)}")
+                    await asyncio.sleep(POLL_INTERVAL_S)
+        except TimeoutError:
+            paths = ", ".join(
+                state.pool.path for each in self.routing.routers() if each.role in missing for state in each.states
+            )
+            raise EngineDead(
+                f"no worker for {' and '.join(missing)} within {self._settings.start_timeout_s:g} s; looked for {paths}"
+            ) from None
 
     async def _serve(self, role: PoolRole, limits: RequestLimits) -> tuple[PoolRole, Endpoint]:
         tracker = RequestTracker(self.gate, limits, self.observed, role, _log_fatal)
@@ -182,60 +199,27 @@ class GlobalRouter:
         routers = self.routing.routers()
         return [router.role for router in routers if not any(state.client.instances() for state in router.states)]
 
-    async def _look_after(self) -> None:
-        """Follow the plan's file, and see that discovery has this router. Raises EngineDead once it has not.
-
-        Discovery forgets who was frozen for too long, and nobody tells.
-        """
-        missed = 0
-        while missed < REGISTRATION_CHECKS:
-            await asyncio.sleep(RELOAD_S)
-            missed = 0 if all(endpoint.is_registered for endpoint in self._endpoints) else missed + 1
+    async def _follow_plan(self) -> None:
+        """Reload the plan when its file changes."""
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
             if (now := _stamp(self._file)) not in (self._stamp, None):
                 self._stamp = now
-                await self._change_plan()
-        raise EngineDead("discovery has lost this router; a restart brings it back")
+                await self._reload_plan()
 
-    async def _change_plan(self) -> None:
-        """Adopt the plan anew; one that is not valid changes nothing."""
+    async def _reload_plan(self) -> None:
+        """Adopt the changed plan; one that is not valid changes nothing."""
         try:
             topology = await asyncio.to_thread(read_topology, self._file, self._settings.namespace)
             if set(topology.plan.roles) != {router.role for router in self.routing.routers()}:
                 raise ConfigError("mode: a router that runs cannot change it; start another one")
             await self.routing.adopt(topology.plan)
         except BatonError as error:
-            log.error("the plan has changed and is not taken: %s", error.message)
+            log.error("the changed plan is refused: %s", error.message)
             self.observed.reloaded("refused")
         else:
-            log.info("the plan has changed and is in force")
+            log.info("the changed plan is in force")
             self.observed.reloaded("adopted")
-
-    async def _leave(self) -> None:
-        """Leave discovery, let requests finish for `drain_timeout_s`, fail the rest so that they move elsewhere."""
-        self.gate.drain()
-        for endpoint in self._endpoints:
-            try:
-                await asyncio.wait_for(endpoint.deregister(), LAST_WORDS_S)
-            except Exception as problem:  # noqa: BLE001 - we leave all the same
-                log.warning("could not leave discovery: %r", problem)
-        notify(f"STATUS=draining {self.gate.in_flight} requests")
-        if not await self.gate.idle(self._settings.drain_timeout_s):
-            self.gate.fire_all(Draining("this router is shutting down"))
-            await self.gate.idle(LAST_WORDS_S)
-
-
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do `work`, unless told to stop first; return whether it was done. Raises what it raises."""
-    doing, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([doing, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            doing.result()
-        return doing.done()
-    finally:
-        doing.cancel()
-        stopping.cancel()
-        await asyncio.wait([doing, stopping])
 
 
 def _as_is(wire: object) -> Wire:
@@ -245,7 +229,7 @@ def _as_is(wire: object) -> Wire:
 
 
 def _stamp(file: Path) -> Stamp | None:
-    """Return what changes when `file` does; None while it is not there, as when an editor replaces it."""
+    """Return a stamp of the content of `file`; None while it does not exist, as when an editor replaces it."""
     try:
         status = file.stat()
     except OSError:
@@ -254,5 +238,5 @@ def _stamp(file: Path) -> Stamp | None:
 
 
 def _log_fatal(error: BatonError) -> None:
-    """A worker's engine has died: that ends the worker, not its router."""
+    """A dead engine ends its worker, not the router."""
     log.debug("a worker failed: %s", error.message)

@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT do: the first asks to stop, the second does not wait for an answer."""
+"""SIGTERM and SIGINT: the first stops the process gracefully, the second ends it at once."""
 
 import asyncio
 import faulthandler
@@ -7,13 +7,18 @@ import signal
 from collections.abc import Callable
 
 STOP_MARGIN_S = 12.0
+"""How long a process may take to stop beyond its drain."""
 
 
-def stop_on_signals(last_act: Callable[[], None] | None = None, drain_timeout_s: float | None = None) -> asyncio.Event:
+def stop_on_signals(
+    last_act: Callable[[], None] | None = None,
+    drain_timeout_s: float | None = None,
+    stop_margin_s: float = STOP_MARGIN_S,
+) -> asyncio.Event:
     """Return an event that the first SIGTERM or SIGINT sets; a second one calls `last_act` and ends the process.
 
-    With `drain_timeout_s` a stop is bounded: a process that still runs `STOP_MARGIN_S` later writes the stacks of its
-    threads and exits, even if the event loop is blocked or the interpreter waits for a thread of the runtime.
+    With `drain_timeout_s` a stop is bounded: a process that still runs `stop_margin_s` after it writes the stacks of
+    its threads and exits, even if the event loop is blocked or the interpreter waits for a thread of the runtime.
     """
     stop = asyncio.Event()
 
@@ -23,7 +28,7 @@ def stop_on_signals(last_act: Callable[[], None] | None = None, drain_timeout_s:
                 last_act()
             os._exit(128 + number)
         if drain_timeout_s is not None:
-            faulthandler.dump_traceback_later(drain_timeout_s + STOP_MARGIN_S, exit=True)
+            faulthandler.dump_traceback_later(drain_timeout_s + stop_margin_s, exit=True)
         stop.set()
 
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What an operator can ask of a running engine: a tagged union of verbs, and what came of one."""
+"""Commands of an operator to a running worker: a tagged union, and the outcome of a command."""
 
 from typing import Annotated, Literal
 
@@ -11,23 +11,24 @@ Timeout = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, kw_only=True, tag="release_memory", forbid_unknown_fields=True):
-    """Give the memory of these tags back to the machine; requests wait until all of it has been resumed."""
+    """Release the memory of these tags to the machine. Requests wait until all of it is resumed."""
 
     tags: Tags
 
 
 class ResumeMemory(msgspec.Struct, frozen=True, kw_only=True, tag="resume_memory", forbid_unknown_fields=True):
-    """Take the memory of these tags again, in as many stages as the caller likes."""
+    """Allocate the memory of these tags again; several commands may each resume some of them."""
 
     tags: Tags
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause", forbid_unknown_fields=True):
-    """Stop stepping. Running requests stay in place (keep), go back to the queue (retract), are ended (abort), or are
-    let finish first (drain), in `timeout_s` or nothing changes.
+    """Pause the engine. Running requests stay in place (keep), return to the queue (retract), are ended (abort), or
+    finish first (drain).
 
-    What stays keeps its KV; what goes back to the queue gives it up and computes it again; both go on at `Continue`.
-    Draining is the worker's work: an engine never sees that mode.
+    A kept request keeps its KV; a retracted one frees it and computes it again; both resume at `Continue`. A drain that
+    takes longer than `timeout_s` is a conflict, and nothing has changed. The worker drains by itself: an engine never
+    gets that mode.
     """
 
     mode: Literal["abort", "retract", "keep", "drain"] = "keep"
@@ -35,26 +36,26 @@ class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause", forbid_unkno
 
 
 class Continue(msgspec.Struct, frozen=True, kw_only=True, tag="continue", forbid_unknown_fields=True):
-    """Step again after a pause."""
+    """Continue after a pause."""
 
 
 class ClearCache(msgspec.Struct, frozen=True, kw_only=True, tag="clear_cache", forbid_unknown_fields=True):
-    """Forget every block that could be reused."""
+    """Clear the prefix cache: free every KV block that could be reused."""
 
 
 class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag="start_profile", forbid_unknown_fields=True):
-    """Begin to record where the time goes; by itself it ends after `steps` steps, if given."""
+    """Start a profile of the engine. It stops by itself after `steps` steps, if given."""
 
     directory: Name
     steps: Annotated[int, Meta(ge=1, le=10_000)] | None = None
 
 
 class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag="stop_profile", forbid_unknown_fields=True):
-    """End the recording and write it out."""
+    """Stop the profile and write it to disk."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor by name, as the model's own files name it."""
+    """One tensor, by its name in the model's files."""
 
     name: Name
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -93,7 +94,7 @@ class FromSharedMemory(msgspec.Struct, frozen=True, kw_only=True, tag="shared_me
 
 
 class FromGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group", forbid_unknown_fields=True):
-    """Weights that rank 0 of a process group broadcasts, tensor by tensor, in this order, all within the time given."""
+    """Weights that rank 0 of a process group broadcasts, tensor by tensor in this order, all within `timeout_s`."""
 
     group: Name
     tensors: tuple[TensorSpec, ...]
@@ -101,7 +102,7 @@ class FromGroup(msgspec.Struct, frozen=True, kw_only=True, tag="group", forbid_u
 
 
 class FromIpc(msgspec.Struct, frozen=True, kw_only=True, tag="ipc", forbid_unknown_fields=True):
-    """Weights in GPU memory of another process of this machine, by the engine's own handles: one for each device."""
+    """Weights in GPU memory of another process of this machine: one handle of the engine's own format per device."""
 
     handles: dict[Name, Name]
 
@@ -110,22 +111,22 @@ WeightSource = FromDisk | FromTensors | FromSharedMemory | FromGroup | FromIpc
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag="update_weights", forbid_unknown_fields=True):
-    """Put new weights in place, all or none. Requests that run are retracted and go on with the new weights."""
+    """Update the weights, all or none. Running requests are retracted and resume with the new weights."""
 
     source: WeightSource
     version: Name
 
 
 class SetWeightVersion(msgspec.Struct, frozen=True, kw_only=True, tag="set_weight_version", forbid_unknown_fields=True):
-    """Call the weights that are in place `version`; running requests are not touched."""
+    """Set the version of the current weights; running requests are not affected."""
 
     version: Name
 
 
 class JoinGroup(msgspec.Struct, frozen=True, kw_only=True, tag="join_group", forbid_unknown_fields=True):
-    """Join a process group that weights will come through; returns when every rank is there.
+    """Join the process group of a weight update; returns when every rank has joined.
 
-    Rank 0 is the one that sends, and keeps the meeting place at `host` and `port`.
+    Rank 0 sends the weights, and runs the rendezvous at `host` and `port`.
     """
 
     group: Name
@@ -145,32 +146,32 @@ class LeaveGroup(msgspec.Struct, frozen=True, kw_only=True, tag="leave_group", f
 class StartExpertRecord(
     msgspec.Struct, frozen=True, kw_only=True, tag="start_expert_record", forbid_unknown_fields=True
 ):
-    """Begin to count which experts the tokens go to."""
+    """Start to count the tokens that each expert gets."""
 
 
 class StopExpertRecord(msgspec.Struct, frozen=True, kw_only=True, tag="stop_expert_record", forbid_unknown_fields=True):
-    """Count no further; what was counted is kept."""
+    """Stop counting; the counts are kept."""
 
 
 class DumpExpertRecord(msgspec.Struct, frozen=True, kw_only=True, tag="dump_expert_record", forbid_unknown_fields=True):
-    """Write out what was counted; the outcome says where."""
+    """Write the counts to disk; the outcome has the path."""
 
 
 class LoadLora(msgspec.Struct, frozen=True, kw_only=True, tag="load_lora", forbid_unknown_fields=True):
-    """Take in the adapter in a directory, under a name that requests use; a name that is in use is refused."""
+    """Load the LoRA adapter in a directory, under the name that requests use. A name in use is refused."""
 
     name: Name
     path: Name
 
 
 class UnloadLora(msgspec.Struct, frozen=True, kw_only=True, tag="unload_lora", forbid_unknown_fields=True):
-    """Forget an adapter, when the requests that use it have ended."""
+    """Unload a LoRA adapter, once the requests that use it have ended."""
 
     name: Name
 
 
 class ListLoras(msgspec.Struct, frozen=True, kw_only=True, tag="list_loras", forbid_unknown_fields=True):
-    """Tell which adapters are loaded."""
+    """List the LoRA adapters that are loaded."""
 
 
 Command = (
@@ -195,11 +196,11 @@ Command = (
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What came of a verb; only what it concerns is set.
+    """The outcome of a command; only the fields that it concerns are set.
 
-    `path` is where a profile or a record is, or will be; `requests` how many a verb has touched; `released` the tags
-    that are given back, `paused` whether an operator's pause holds, and `adapters` the names of those that are loaded,
-    after the verb.
+    `path`: where a profile or a record is, or will be. `requests`: how many requests the command affected. After the
+    command: `released` are the memory tags that are released, `paused` is whether an operator's pause holds, `adapters`
+    are the LoRA adapters that are loaded.
     """
 
     message: str

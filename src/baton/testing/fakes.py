@@ -42,9 +42,9 @@ class ScriptedEngine:
 
     A step of a script is an output to write, an error that ends the stream, an event to wait for, or a pause in
     seconds. A script that ends without a Finished leaves its request running. An error in place of a script is raised
-    by `submit`. What was submitted, received, aborted and ordered is kept in order.
+    by `submit`. What was submitted, received, aborted and commanded is kept in order.
 
-    `control_script` is for all verbs together: each takes steps from it up to an outcome or an error.
+    `control_script` is for all commands together: each takes steps from it up to an outcome or an error.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ScriptedEngine:
         self.submitted: list[Work] = []
         self.aborted: list[RequestId] = []
         self.received_ids: list[RequestId] = []
-        self.verbs: list[Command] = []
+        self.commands: list[Command] = []
         self.control_script = list(control)
         self.readings_to_give: list[Reading] = []
         self._capabilities = capabilities or Capabilities()
@@ -112,7 +112,7 @@ class ScriptedEngine:
 
     async def execute(self, command: Command) -> Outcome:
         """See `Engine.execute`."""
-        self.verbs.append(command)
+        self.commands.append(command)
         while self.control_script:
             match self.control_script.pop(0):
                 case Outcome() as outcome:

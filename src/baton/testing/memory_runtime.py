@@ -1,4 +1,4 @@
-"""A runtime inside one process, for tests: the same contract as the real one, with no sockets."""
+"""A runtime inside one process, for tests: the same contract as the real one, without sockets."""
 
 import asyncio
 import itertools
@@ -44,7 +44,7 @@ class MemoryContext:
             self._callbacks.append(callback)
 
     def cancel(self) -> None:
-        """The caller leaves."""
+        """The caller disconnects."""
         if not self._cancelled:
             self._cancelled = True
             for callback in self._callbacks:
@@ -52,14 +52,14 @@ class MemoryContext:
 
 
 class MemoryEndpoint:
-    """One served endpoint; `listed` tells whether discovery has it."""
+    """One served endpoint. `registered`: discovery has it. `published`: the readings that routers got."""
 
     def __init__(self, instance_id: int, service: Service[Any, Any]) -> None:
         self._instance_id = instance_id
         self.service = service
         self.card: ModelCard | None = None
         self.registered = True
-        self.told: list[Reading] = []
+        self.published: list[Reading] = []
         self.running: set[asyncio.Task[None]] = set()
 
     @property
@@ -69,35 +69,35 @@ class MemoryEndpoint:
 
     @property
     def is_registered(self) -> bool:
-        """See `Endpoint.is_listed`."""
+        """See `Endpoint.is_registered`."""
         return self.registered
 
     async def register_model(self, card: ModelCard) -> None:
-        """See `Endpoint.advertise`."""
+        """See `Endpoint.register_model`."""
         self.card = card
 
     def publish(self, reading: Reading) -> None:
-        """See `Endpoint.tell`."""
+        """See `Endpoint.publish`."""
         if self.card is not None and (self.card.kv_events or isinstance(reading, LoadSnapshot)):
-            self.told.append(reading)
+            self.published.append(reading)
 
     async def deregister(self) -> None:
-        """See `Endpoint.withdraw`."""
+        """See `Endpoint.deregister`."""
         self.registered = False
 
     async def register(self) -> None:
-        """See `Endpoint.restore`."""
+        """See `Endpoint.register`."""
         self.registered = True
 
     def start(self, request: Wire, context: MemoryContext) -> "MemoryCall":
-        """Begin to answer `request`."""
+        """Start to serve `request`."""
         call = MemoryCall(self.service, request, context)
         self.running.add(call.task)
         call.task.add_done_callback(self.running.discard)
         return call
 
     async def aclose(self) -> None:
-        """Cancel what runs and wait for it."""
+        """Cancel running requests and wait for them."""
         self.registered = False
         for task in self.running:
             task.cancel()
@@ -106,7 +106,7 @@ class MemoryEndpoint:
 
 
 class MemoryCall:
-    """One request on its way: the handler runs in a task and its replies wait in a queue."""
+    """One request: the handler runs in a task and its replies wait in a queue."""
 
     def __init__(self, service: Service[Any, Any], request: Wire, context: MemoryContext) -> None:
         self._service = service
@@ -115,8 +115,8 @@ class MemoryCall:
         self.replies: asyncio.Queue[Wire | BatonError | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._run())
 
-    def leave(self) -> None:
-        """The caller leaves: the handler hears of it first, and is then closed."""
+    def cancel(self) -> None:
+        """The caller disconnects: `on_cancel` is called first, and then the handler is closed."""
         self._context.cancel()
         asyncio.get_running_loop().call_soon(self.task.cancel)
 
@@ -166,7 +166,7 @@ class MemoryClient:
         context = MemoryContext(trace_headers=parent.trace_headers if parent else None)
         call = self._choose(instance).start(request, context)
         if parent is not None:
-            parent.on_cancel(call.leave)
+            parent.on_cancel(call.cancel)
         try:
             while (reply := await call.replies.get()) is not None:
                 if isinstance(reply, BatonError):
@@ -174,7 +174,7 @@ class MemoryClient:
                 yield reply
         finally:
             if not call.task.done():
-                call.leave()
+                call.cancel()
 
     def _choose(self, instance: int | None) -> MemoryEndpoint:
         registered = [e for e in self._endpoints if e.registered and instance in (None, e.instance_id)]

@@ -1,8 +1,8 @@
 """The rules of `ports/runtime.py` as tests, for every runtime.
 
-What the way between two processes keeps of an error: InvalidRequest stays InvalidRequest with its message, Cancelled
-stays Cancelled, DeadlineExceeded stays DeadlineExceeded, and whether a retry elsewhere can help stays true. Which
-retryable error it was may be lost.
+What remains of an error between two processes: InvalidRequest stays InvalidRequest with its message, Cancelled stays
+Cancelled, DeadlineExceeded stays DeadlineExceeded, and retryable stays retryable. Which retryable error it was may be
+lost.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class RuntimeContract(RuntimeStage):
 
     # Calls
 
-    def test_replies_come_in_order_and_then_the_call_ends(self) -> None:
+    def test_replies_arrive_in_order_and_then_the_call_ends(self) -> None:
         async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
             for number in range(100):
                 yield {"number": number, "asked": request["asked"]}
@@ -70,7 +70,7 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    def test_a_call_without_replies_ends_well(self) -> None:
+    def test_a_call_without_replies_ends_without_an_error(self) -> None:
         async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
             if request.get("reply"):
                 yield {}
@@ -81,7 +81,7 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    def test_requests_and_replies_pass_the_codec_of_themake_service(self) -> None:
+    def test_requests_and_replies_pass_the_codec_of_the_service(self) -> None:
         async def handle(number: int, context: Context) -> AsyncGenerator[int, None]:
             yield number + 1
 
@@ -116,8 +116,8 @@ class RuntimeContract(RuntimeStage):
                 yield {"me": request["me"]}
 
             async with self._served(handle) as served:
-                answers = await asyncio.gather(*(served.call(me=me) for me in range(8)))
-                assert answers == [[{"me": me}] * 2 for me in range(8)]
+                replies = await asyncio.gather(*(served.call(me=me) for me in range(8)))
+                assert replies == [[{"me": me}] * 2 for me in range(8)]
 
         self._run(body())
 
@@ -163,18 +163,18 @@ class RuntimeContract(RuntimeStage):
         assert "not here" in arrived.message
 
     @pytest.mark.parametrize("error", FINAL)
-    def test_a_final_error_does_not_become_retryable_or_the_clients_fault(self, error: type[BatonError]) -> None:
+    def test_a_final_error_does_not_become_retryable_or_invalid(self, error: type[BatonError]) -> None:
         arrived = self._failure(error("over"), 1)
         assert not arrived.retryable
         assert not isinstance(arrived, InvalidRequest)
 
     @pytest.mark.parametrize("error", [Cancelled, DeadlineExceeded])
-    def test_cancellation_and_deadline_arrive_as_what_they_are(self, error: type[BatonError]) -> None:
+    def test_cancelled_and_deadline_exceeded_keep_their_type(self, error: type[BatonError]) -> None:
         arrived = self._failure(error("over"), 1)
         assert type(arrived) is error
         assert arrived.message == "over"
 
-    def test_an_unexpected_error_arrives_as_one_of_ours_without_its_text(self) -> None:
+    def test_an_unexpected_error_arrives_as_a_baton_error_without_its_text(self) -> None:
         arrived = self._failure(KeyError("a secret"), 1)
         assert not arrived.retryable
         assert "a secret" not in arrived.message
@@ -208,7 +208,7 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    # Leaving
+    # Cancellation
 
     def test_closing_the_call_early_closes_the_handler(self) -> None:
         async def body() -> None:
@@ -254,16 +254,16 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    def test_a_call_that_is_left_at_any_moment_leaves_no_handler_behind(self) -> None:
+    def test_a_call_that_is_cancelled_at_any_moment_ends_its_handler(self) -> None:
         async def body() -> None:
             inside: set[object] = set()
 
             async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
-                gone = asyncio.Event()
-                context.on_cancel(gone.set)
+                disconnected = asyncio.Event()
+                context.on_cancel(disconnected.set)
                 inside.add(context)
                 try:
-                    await gone.wait()
+                    await disconnected.wait()
                     yield {}
                 finally:
                     inside.discard(context)
@@ -283,14 +283,14 @@ class RuntimeContract(RuntimeStage):
         async def body() -> None:
             threads: list[int] = []
             late: list[int] = []
-            gone = asyncio.Event()
+            disconnected = asyncio.Event()
 
             async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
                 context.on_cancel(lambda: threads.append(threading.get_ident()))
-                context.on_cancel(gone.set)
+                context.on_cancel(disconnected.set)
                 try:
                     yield {}
-                    await gone.wait()
+                    await disconnected.wait()
                 finally:
                     context.on_cancel(lambda: late.append(1))
 
@@ -302,7 +302,7 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    def test_on_cancel_is_not_called_for_a_call_that_ended_well(self) -> None:
+    def test_on_cancel_is_not_called_after_a_success(self) -> None:
         async def body() -> None:
             called: list[int] = []
 
@@ -320,10 +320,10 @@ class RuntimeContract(RuntimeStage):
     def test_a_call_ends_with_cancelled_when_its_parent_is_cancelled(self) -> None:
         async def body() -> None:
             ticker = Ticker()
-            async with self._served(ticker.handle) as served, self._parent(served.runtime) as (parent, leave):
+            async with self._served(ticker.handle) as served, self._parent(served.runtime) as (parent, disconnect):
                 reading = asyncio.create_task(_read(served.client.call({}, parent=parent)))
                 await asyncio.sleep(0.05)
-                await leave()
+                await disconnect()
                 with pytest.raises(Cancelled):
                     await reading
                 await ticker.cancelled.wait()
@@ -333,7 +333,7 @@ class RuntimeContract(RuntimeStage):
 
     def test_a_call_carries_the_trace_of_its_parent(self) -> None:
         if not self.traces:
-            pytest.skip("this runtime begins no traces")
+            pytest.skip("this runtime starts no traces")
 
         async def publish(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
             yield dict(context.trace_headers)
@@ -346,7 +346,7 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    # Readers that stop
+    # Stalled readers
 
     @pytest.mark.parametrize(("replies", "size"), [(20_000, 16), (4_000, 4_000)])
     def test_a_reader_that_stops_reading_blocks_no_other_call(self, replies: int, size: int) -> None:
@@ -375,7 +375,7 @@ class RuntimeContract(RuntimeStage):
 
     # Discovery
 
-    def test_withdraw_and_restore_are_seen_by_clients_and_may_be_repeated(self) -> None:
+    def test_deregister_and_register_are_seen_by_clients_and_idempotent(self) -> None:
         async def body() -> None:
             async with self._served(_echo) as served:
                 instance = served.endpoint.instance_id
@@ -392,7 +392,7 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    def test_an_endpoint_can_be_withdrawn_as_soon_as_it_is_served(self) -> None:
+    def test_an_endpoint_can_be_deregistered_as_soon_as_it_is_served(self) -> None:
         async def body() -> None:
             async with self._started() as runtime:
                 endpoint = await runtime.serve(PATH, make_service(_echo))
@@ -403,7 +403,7 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    def test_an_endpoint_knows_whether_it_is_listed(self) -> None:
+    def test_an_endpoint_knows_whether_it_is_registered(self) -> None:
         async def body() -> None:
             async with self._served(Ticker().handle) as served:
                 assert served.endpoint.is_registered
@@ -414,7 +414,7 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    def test_a_call_that_runs_goes_on_after_withdraw(self) -> None:
+    def test_a_running_call_continues_after_deregister(self) -> None:
         async def body() -> None:
             ticker = Ticker()
             async with self._served(ticker.handle) as served, aclosing(served.client.call({})) as replies:
@@ -425,10 +425,10 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    def test_ready_raises_peer_lost_when_nobody_comes(self) -> None:
+    def test_ready_raises_peer_lost_without_instances(self) -> None:
         async def body() -> None:
             async with self._started() as runtime:
-                client = await runtime.client("contract.nobody.endpoint")
+                client = await runtime.client("contract.absent.endpoint")
                 assert client.instances() == []
                 with pytest.raises(PeerLost):
                     await client.ready(0.1)
@@ -437,7 +437,7 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    def test_ready_returns_when_somebody_comes(self) -> None:
+    def test_ready_returns_when_an_instance_appears(self) -> None:
         async def body() -> None:
             async with self._started() as runtime:
                 client = await runtime.client(PATH)
@@ -448,9 +448,9 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    # The end
+    # Readings and metrics
 
-    def test_readings_can_be_told_once_the_model_is_announced(self) -> None:
+    def test_publishing_readings_does_not_block_the_event_loop(self) -> None:
         async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
             yield {}
 
@@ -484,6 +484,8 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
+    # Shutdown
+
     def test_shutdown_cancels_handlers_that_run_and_their_calls_fail(self) -> None:
         async def body() -> None:
             ticker = Ticker()
@@ -497,7 +499,7 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
-    def test_shutdown_may_be_repeated_and_come_before_start(self) -> None:
+    def test_shutdown_is_idempotent_and_valid_before_start(self) -> None:
         async def body() -> None:
             await self.make_runtime().shutdown()
             async with self._served(_echo) as served:

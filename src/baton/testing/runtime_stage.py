@@ -1,4 +1,4 @@
-"""What the rules of `runtime_contract.py` are tried on: a runtime with a handler served, and callers of it."""
+"""The fixtures of `runtime_contract.py`: a runtime that serves a handler, and its callers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -17,7 +17,7 @@ PATH = "contract.component.endpoint"
 
 
 class Served:
-    """A handler that is served, with a client that has found it."""
+    """A served handler, with a client that has found it."""
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, client: Client) -> None:
         self.runtime = runtime
@@ -30,7 +30,7 @@ class Served:
             return [reply async for reply in replies]
 
     async def until_reachable(self) -> None:
-        """Wait for a call to be answered: news of an instance may take a moment to reach every part of a runtime."""
+        """Wait until a call succeeds: an instance may take a moment to reach every part of a runtime."""
         deadline = asyncio.get_running_loop().time() + 15.0
         while True:
             try:
@@ -43,7 +43,7 @@ class Served:
 
 
 class Ticker:
-    """A handler that replies for ever and notes how it ended."""
+    """A handler that replies until it is ended, and records how it ended."""
 
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
@@ -65,16 +65,16 @@ class Ticker:
 
 
 class RuntimeStage:
-    """What every test of a runtime does first and last. `make_runtime` is the subclass's."""
+    """Set-up and tear-down of every test of a runtime. A subclass overrides `make_runtime`."""
 
     limit_s = 30.0
-    """The longest that one test may take."""
+    """Time limit of one test."""
 
     lag_limit_s = 2.0
-    """The longest that a stream may keep the event loop from turning. Generous: it tells blocked from slow."""
+    """The longest that a stream may block the event loop. Generous: it distinguishes blocked from slow."""
 
     traces = True
-    """Whether a call without a parent begins a trace."""
+    """Whether a call without a parent starts a trace."""
 
     def make_runtime(self) -> Runtime:
         """Return a runtime that has not been started and that finds no endpoints of other tests."""
@@ -84,7 +84,7 @@ class RuntimeStage:
         run_bounded(body, self.limit_s)
 
     def _failure(self, error: Exception, replies: int) -> BatonError:
-        """Return what reaches the caller when a handler raises `error` after some replies, which must arrive first."""
+        """Return the error that the caller gets when a handler raises `error` after `replies` that arrived."""
 
         async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
             for number in range(replies):
@@ -119,15 +119,15 @@ class RuntimeStage:
 
     @asynccontextmanager
     async def _parent(self, runtime: Runtime) -> AsyncIterator[tuple[Context, Callable[[], Coroutine[Any, Any, None]]]]:
-        """The context of a call that runs, and a function that makes its caller leave."""
+        """The context of a running call, and a function that disconnects its caller."""
         contexts: list[Context] = []
-        gone = asyncio.Event()
+        disconnected = asyncio.Event()
 
         async def hold(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
             contexts.append(context)
-            context.on_cancel(gone.set)
+            context.on_cancel(disconnected.set)
             yield {}
-            await gone.wait()
+            await disconnected.wait()
 
         await runtime.serve("contract.parent.endpoint", make_service(hold))
         client = await runtime.client("contract.parent.endpoint")

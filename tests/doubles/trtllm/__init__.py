@@ -1,6 +1,6 @@
-"""A double of TensorRT-LLM, as its facts tell it: it computes nothing and behaves like it, in both supported versions.
+"""A double of TensorRT-LLM with the behaviour of both supported versions, without a GPU and without a model.
 
-It is for tests of `engines/trtllm` only. `World` is what several doubles share: the machine, and KV on its way.
+It is for tests of `engines/trtllm` only. `World` is what several doubles share: the machine, and KV in transfer.
 """
 
 from tests.doubles.trtllm.library import make_library

@@ -1,4 +1,4 @@
-"""The double's KV cache: blocks that are held or kept for reuse, and the events that tell of them."""
+"""The double's KV cache: blocks that are held or kept for reuse, and their events."""
 
 import hashlib
 from collections import OrderedDict, deque
@@ -7,7 +7,7 @@ Event = dict[str, object]
 
 
 class Hold:
-    """What one request holds."""
+    """The blocks of one request."""
 
     def __init__(self, names: list[int], own: int, cached: int) -> None:
         self.names = names
@@ -16,7 +16,7 @@ class Hold:
 
 
 class BlockCache:
-    """Reserves blocks for a whole answer at once, as a scheduler that never evicts the running does."""
+    """Reserves the blocks of prompt and output at once, as a scheduler that never preempts does."""
 
     def __init__(self, total: int, size: int, windows: tuple[int, ...], buffer: int, new: bool) -> None:
         self.total = total
@@ -30,7 +30,7 @@ class BlockCache:
         self.lost = 0
         self.events: deque[Event] = deque(maxlen=buffer) if buffer else deque(maxlen=0)
         for window in windows:
-            self._tell({"type": "created", "num_blocks_per_cache_level": [total, 0]}, window)
+            self._emit({"type": "created", "num_blocks_per_cache_level": [total, 0]}, window)
 
     @property
     def used(self) -> int:
@@ -38,7 +38,7 @@ class BlockCache:
         return len(self._held) + self._own
 
     def take(self, tokens: list[int], total: int, salt: str | None) -> Hold | None:
-        """Hold blocks for `total` tokens that begin with `tokens`; None if there are not enough now."""
+        """Hold blocks for `total` tokens that begin with `tokens`; None if too few are free."""
         names = self._names(tokens, salt)
         needed = -(-total // self.size) - len(names)
         if needed + sum(name not in self._held for name in names) > self.total - self.used:
@@ -51,11 +51,11 @@ class BlockCache:
             self._kept.pop(name, None)
         self._own += needed
         self._evict()
-        self._tell_stored(names, tokens, cached, salt)
+        self._emit_stored(names, tokens, cached, salt)
         return Hold(names, needed, cached * self.size)
 
-    def give_back(self, hold: Hold) -> None:
-        """Free what a request held; full blocks stay for reuse while there is room."""
+    def free(self, hold: Hold) -> None:
+        """Free the blocks of a request; full ones are kept for reuse while there is space."""
         self._own -= hold.own
         for name in reversed(hold.names):
             self._held[name] -= 1
@@ -74,27 +74,27 @@ class BlockCache:
         return names
 
     def _evict(self) -> None:
-        gone = []
+        evicted = []
         while self.used + len(self._kept) > self.total:
-            gone.append(self._kept.popitem(last=False)[0])
-        if gone:
+            evicted.append(self._kept.popitem(last=False)[0])
+        if evicted:
             for window in self._windows:
-                self._tell({"type": "removed", "block_hashes": gone}, window)
+                self._emit({"type": "removed", "block_hashes": evicted}, window)
 
-    def _tell_stored(self, names: list[int], tokens: list[int], cached: int, salt: str | None) -> None:
+    def _emit_stored(self, names: list[int], tokens: list[int], cached: int, salt: str | None) -> None:
         fresh = names[cached:]
         blocks = [self._block(name, tokens, cached + at, salt) for at, name in enumerate(fresh)]
         rest = tokens[len(names) * self.size :]
-        if rest:  # a block that is not full is told too, under a name of its own
+        if rest:  # a block that is not full is reported too, with a hash of its own
             blocks.append(self._block(hash((tuple(rest), *names[-1:])) & (2**64 - 1), tokens, len(names), salt))
         if blocks:
             parent = names[cached - 1] if cached else None
             for window in self._windows:
-                self._tell({"type": "stored", "parent_hash": parent, "blocks": blocks}, window)
+                self._emit({"type": "stored", "parent_hash": parent, "blocks": blocks}, window)
 
     def _block(self, name: int, tokens: list[int], at: int, salt: str | None) -> Event:
         content = tokens[at * self.size : (at + 1) * self.size]
-        told: Event = {
+        event: Event = {
             "type": "stored_block",
             "block_hash": name,
             "tokens": [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in content],
@@ -102,9 +102,9 @@ class BlockCache:
             "priority": 35,
             "mm_keys": [],
         }
-        return told | {"cache_salt": salt} if self._new else told
+        return event | {"cache_salt": salt} if self._new else event
 
-    def _tell(self, data: Event, window: int) -> None:
+    def _emit(self, data: Event, window: int) -> None:
         if self.events.maxlen:
             self.lost += len(self.events) == self.events.maxlen
             self.events.append({"event_id": self._next_event, "data": data, "window_size": window})

@@ -1,4 +1,4 @@
-"""The double's encoder: images become handles that name them, in memory that its world counts."""
+"""The double's encoder: images become handles of shared tensors, which its world counts."""
 
 import hashlib
 import itertools
@@ -10,11 +10,11 @@ from baton.models.directory import read_config
 from tests.doubles.trtllm.world import World
 from tests.doubles.trtllm_facts import Bound
 
-PIECE = 16  # an image has one token for each square of so many pixels, rounded up
+PATCH = 16  # an image has one token for each square of this many pixels, rounded up
 
 
 class EncodeState:
-    """Behind a `Bound`: one request. It holds what was made for it as long as it lives."""
+    """Behind a `Bound`: one request. It holds its embeddings until it is deleted."""
 
     def __init__(self, number: int, prompt: list[int], world: World) -> None:
         self.request_id = self.id = number
@@ -31,7 +31,7 @@ class EncodeState:
         self._aborted = True
 
     def aborted(self) -> bool:
-        """Whether it was asked to end."""
+        """Whether `abort` was called."""
         return self._aborted
 
     def result(self, timeout: float | None = None) -> "EncodeState":
@@ -42,7 +42,7 @@ class EncodeState:
         return self
 
     def __del__(self) -> None:
-        self._world.dropped(self.names)
+        self._world.drop(self.names)
 
 
 class EncoderState:
@@ -57,7 +57,7 @@ class EncoderState:
         self._executor: Bound | None = Bound(_Executor(self), classes.facts, "executor.executor.GenerationExecutor")
 
     def generate_async(self, inputs: dict[str, Any], sampling_params: object = None) -> Bound:
-        """Take a request in."""
+        """Accept a request."""
         if self.over:
             raise RuntimeError("LLM is shutting down")
         images = inputs["multi_modal_data"]["image"]
@@ -70,7 +70,7 @@ class EncoderState:
         return Bound(state, self._classes.facts, "llmapi.llm.RequestOutput")
 
     def shutdown(self) -> None:
-        """End it."""
+        """Shut down."""
         self.over = True
         self._world.encode_gate.set()
         self._executor = None
@@ -84,14 +84,14 @@ class EncoderState:
         elif fault is not None:
             state.error = self._classes.request_error("the engine failed it")
         elif not state.aborted() or self._world.encodes_aborted:
-            self._make(state, images)
+            self._share(state, images)
         state.over.set()
 
-    def _make(self, state: EncodeState, images: list[Any]) -> None:
+    def _share(self, state: EncodeState, images: list[Any]) -> None:
         state.names = [self._world.share(image.tobytes()) for image in images]
         state.disaggregated_params = self._classes.disaggregated(
             multimodal_embedding_handles=[
-                {"method_key": 1, "storage_handle": name, "tensor_size": [_pieces(image), 8]}
+                {"method_key": 1, "storage_handle": name, "tensor_size": [_patches(image), 8]}
                 for name, image in zip(state.names, images, strict=True)
             ],
             multimodal_hashes=[list(hashlib.sha256(image.tobytes()).digest()[:8]) for image in images],
@@ -100,7 +100,7 @@ class EncoderState:
         )
 
     def _check_health(self) -> bool:
-        return not (self.over or self._world.ill)
+        return not (self.over or self._world.unhealthy)
 
 
 class _Executor:
@@ -112,7 +112,7 @@ class _Executor:
 
 
 class SharedTensors:
-    """The class of tensors that are shared, in one world."""
+    """The class of shared tensors, in one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -128,9 +128,9 @@ class _SharedTensor:
         self._name = name
 
     def get_local_view(self) -> bytes:
-        """Open it. Raises RuntimeError, as CUDA does, for memory that is gone."""
-        return self._world.opened(self._name)
+        """Open it. Raises RuntimeError, as CUDA does, for memory that has been freed."""
+        return self._world.read(self._name)
 
 
-def _pieces(image: Any) -> int:
-    return int(-(-image.width // PIECE) * -(-image.height // PIECE))
+def _patches(image: Any) -> int:
+    return int(-(-image.width // PATCH) * -(-image.height // PATCH))

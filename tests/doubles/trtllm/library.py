@@ -1,4 +1,4 @@
-"""The double as the adapter gets it: classes that have what the facts of a version have, around the double's engine."""
+"""The double as the adapter gets it: classes with the members in the facts of a version, around the double's engine."""
 
 import itertools
 import time
@@ -25,14 +25,14 @@ class RequestError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has died; every call says so from then on."""
+    """The engine has died; every later call raises it."""
 
     def __init__(self, root_cause: object = None) -> None:
         super().__init__(f"engine is dead: {root_cause}")
 
 
 def is_greedy(sampling: Any) -> bool:
-    """Whether there is no chance in it, as the library decides it."""
+    """Whether sampling is greedy, by the library's rule."""
     unset = sampling.temperature is None and sampling.top_p is None and sampling.top_k is None
     return bool(unset or sampling.top_k == 1 or sampling.top_p == 0.0 or sampling.temperature == 0)
 
@@ -54,8 +54,8 @@ class _Classes:
         """Return what a dead engine raises."""
         return EngineDeadError("killed") if self.new else RuntimeError("MPI worker died")
 
-    def handed_over(self, request: Any, key: bytes, token: int, logprobs: list[Any] | None) -> object:
-        """Return what a prefill tells the decode."""
+    def handoff_params(self, request: Any, key: bytes, token: int, logprobs: list[Any] | None) -> object:
+        """Return the parameters that a prefill returns for the decode."""
         fields: dict[str, object] = {
             "request_type": "context_only",
             "first_gen_tokens": [token],
@@ -71,18 +71,18 @@ class _Classes:
         return self.disaggregated(**fields)
 
     def sampling(self, **fields: Any) -> Any:
-        """Make SamplingParams, with the checks that the library makes."""
-        made: Any = fact_class(self.facts, "sampling_params.SamplingParams")(**fields)
-        made.best_of = made.best_of or made.n
-        if made.top_k is not None and made.top_k < 0:
-            raise ValueError(f"require top_k >= 0, got top_k={made.top_k}")
-        if made.temperature is not None and made.temperature < 0:
-            raise ValueError(f"require temperature >= 0, got temperature={made.temperature}")
-        if made.best_of < made.n:
+        """Return SamplingParams, with the library's checks."""
+        params: Any = fact_class(self.facts, "sampling_params.SamplingParams")(**fields)
+        params.best_of = params.best_of or params.n
+        if params.top_k is not None and params.top_k < 0:
+            raise ValueError(f"require top_k >= 0, got top_k={params.top_k}")
+        if params.temperature is not None and params.temperature < 0:
+            raise ValueError(f"require temperature >= 0, got temperature={params.temperature}")
+        if params.best_of < params.n:
             raise ValueError("best_of must be at least n")
-        if made.best_of > 1 and is_greedy(made):
-            raise ValueError(f"Greedy decoding does not allow multiple returns, got best_of={made.best_of}")
-        return made
+        if params.best_of > 1 and is_greedy(params):
+            raise ValueError(f"Greedy decoding does not allow multiple returns, got best_of={params.best_of}")
+        return params
 
 
 class _Executor:
@@ -97,7 +97,7 @@ class _Executor:
 
 
 class _Shared:
-    """What the `_async` polls return: one iterator for all callers, over what has not been taken."""
+    """What the `_async` polls return: one iterator for all callers, over the items that are left."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
@@ -142,23 +142,23 @@ class _LlmState:
         )
         self._stats, self._events = _Shared(), _Shared()
 
-    def generate_async(self, **asked: Any) -> Bound:
-        """Take a request in."""
+    def generate_async(self, **fields: Any) -> Bound:
+        """Accept a request."""
         if self._engine.over:
             raise self._engine.death or RuntimeError("LLM is shutting down")
-        sampling, params = asked["sampling_params"], asked.get("disaggregated_params")
-        prompt = self._prompt(asked["inputs"], params)
+        sampling, params = fields["sampling_params"], fields.get("disaggregated_params")
+        prompt = self._prompt(fields["inputs"], params)
         limit = self._arguments.get("max_num_tokens", MAX_NUM_TOKENS)
         if params is not None and params.request_type != "context_and_generation" and not self._moves_kv:
             raise ValueError("cache_transceiver_config is needed to move KV")
         if len(prompt) > limit and not self._arguments.get("enable_chunked_prefill"):
             raise RequestError(f"the prompt length ({len(prompt)}) should not exceed max_num_tokens ({limit})")
         result = ResultState(next(self._numbers), prompt, sampling, self._classes.output, self._engine.cancel)
-        self._engine.submit(result, sampling, params, asked.get("cache_salt"))
+        self._engine.submit(result, sampling, params, fields.get("cache_salt"))
         return Bound(result, self._classes.facts, "llmapi.llm.RequestOutput")
 
     def _prompt(self, inputs: dict[str, Any], params: Any) -> list[int]:
-        """Return the prompt as it is computed: after it a token for each piece of its images, which are read now."""
+        """Return the prompt as it is computed: with a token for each patch of its images, which are read now."""
         prompt: list[int] = inputs["prompt_token_ids"]
         handles = None if params is None else params.multimodal_embedding_handles
         if handles is None:
@@ -167,27 +167,27 @@ class _LlmState:
             raise ValueError("Generation-only mode should not need multimodal parameters")
         if not inputs.get("prompt"):
             raise ValueError("Text prompt is required but not provided")
-        pieces: list[int] = []
+        patches: list[int] = []
         for handle in handles:
-            content = self._world.opened(handle["storage_handle"])
-            pieces += [1 + sum(content) % 200] * handle["tensor_size"][0]
-        return [*prompt, *pieces]
+            content = self._world.read(handle["storage_handle"])
+            patches += [1 + sum(content) % 200] * handle["tensor_size"][0]
+        return [*prompt, *patches]
 
     def get_stats(self, timeout: float = 2) -> list[Any]:
-        """Block up to `timeout`, then return what has come."""
+        """Block up to `timeout`, then return the items so far."""
         return self._poll(self._engine.stats, timeout)
 
     def get_kv_cache_events(self, timeout: float = 2) -> list[Any]:
-        """Block up to `timeout`, then return what has come."""
+        """Block up to `timeout`, then return the items so far."""
         return self._poll(self._engine.cache.events, timeout)
 
     def get_stats_async(self, timeout: float = 2) -> _Shared:
-        """Blocks, whatever its name says."""
+        """Blocks, in spite of its name."""
         self._stats.items += self.get_stats(timeout)
         return self._stats
 
     def get_kv_cache_events_async(self, timeout: float = 2) -> _Shared:
-        """Blocks, whatever its name says."""
+        """Blocks, in spite of its name."""
         self._events.items += self.get_kv_cache_events(timeout)
         return self._events
 
@@ -200,15 +200,15 @@ class _LlmState:
         return not self._engine.over
 
     def shutdown(self) -> None:
-        """End the engine."""
+        """Shut the engine down."""
         self._engine.shutdown()
         self._executor = None
 
-    def _poll(self, what: Any, timeout: float) -> list[Any]:
+    def _poll(self, items: Any, timeout: float) -> list[Any]:
         if self._world.poll_errors:
             self._world.poll_errors -= 1
             raise RuntimeError("the RPC has failed")
-        return self._engine.wait_for(what, timeout)
+        return self._engine.wait_for(items, timeout)
 
 
 class _Field:
@@ -225,7 +225,7 @@ def _arguments_model(facts: VersionFacts, path: str) -> Any:
         bare = text.removeprefix("Optional[").rstrip("]")
         return _arguments_model(facts, configs[bare]) | None if bare in configs else text
 
-    fields = {name: _Field(annotation(told[0])) for name, told in facts.fields(path).items()}
+    fields = {name: _Field(annotation(field[0])) for name, field in facts.fields(path).items()}
     cast(Any, model).model_fields = fields
     return model
 
@@ -263,17 +263,17 @@ def make_library(version: str, world: World, registry: CollectorRegistry = REGIS
     autodeploy = _arguments_model(facts, "_torch.auto_deploy.llm_args.LlmArgs")
 
     def make_llm(model: Any) -> Any:
-        def make(**given: Any) -> Bound:
-            for unknown in given.keys() - model.model_fields.keys():
+        def make(**values: Any) -> Bound:
+            for unknown in values.keys() - model.model_fields.keys():
                 raise ValueError(f"{unknown}: extra inputs are not permitted")
-            return Bound(_LlmState(classes, world, given), facts, "llmapi.llm.LLM")
+            return Bound(_LlmState(classes, world, values), facts, "llmapi.llm.LLM")
 
         return make
 
-    def make_encoder(**given: Any) -> Bound:
-        for unknown in given.keys() - arguments.model_fields.keys():
+    def make_encoder(**values: Any) -> Bound:
+        for unknown in values.keys() - arguments.model_fields.keys():
             raise ValueError(f"{unknown}: extra inputs are not permitted")
-        return Bound(EncoderState(classes, world, given), facts, "llmapi.mm_encoder.MultimodalEncoder")
+        return Bound(EncoderState(classes, world, values), facts, "llmapi.mm_encoder.MultimodalEncoder")
 
     def shared_tensors() -> Any:
         return Bound(SharedTensors(world), facts, "_torch.shared_tensor.shared_tensor.SharedTensorContainer")
@@ -281,7 +281,7 @@ def make_library(version: str, world: World, registry: CollectorRegistry = REGIS
     def new_id(*, node_id: int, process_id: int) -> int:
         return (time.time_ns() // 1000 << 10 | node_id * 64 + process_id) & (2**63 - 1)
 
-    parts: dict[str, Any] = {
+    members: dict[str, Any] = {
         "llm": make_llm(arguments),
         "autodeploy_llm": lambda: make_llm(autodeploy),
         "arguments": arguments,
@@ -303,4 +303,4 @@ def make_library(version: str, world: World, registry: CollectorRegistry = REGIS
         "tensor": list,
         "gpu_count": lambda: world.gpus,
     }
-    return Library(features=features_of(version), **parts)
+    return Library(features=features_of(version), **members)

@@ -1,4 +1,4 @@
-"""The double's model: what comes next follows from everything before, and from nothing else."""
+"""The double's model: the next token is a function of all tokens before."""
 
 import math
 import random
@@ -23,7 +23,7 @@ def after_all(state: int, tokens: list[int]) -> int:
 
 
 def likely(state: int, vocabulary: int) -> list[tuple[int, float]]:
-    """Return the tokens that may come next, the likeliest first, each with its log-probability."""
+    """Return the possible next tokens, the likeliest first, each with its log-probability."""
     first = (state >> 20) % (vocabulary - 1)
     tokens = [1 + (first + place * 17) % (vocabulary - 1) for place in range(len(SHARES))]
     return list(zip(tokens, (math.log(share) for share in SHARES), strict=True))

@@ -1,4 +1,4 @@
-"""One request of the double: the same object at every step, with everything since the beginning."""
+"""One request of the double: the same object at every step, with all tokens so far."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Response:
-    """What one step tells of one request. It becomes visible when the result's reader comes to it."""
+    """The output of one step for one request. It becomes visible when the result's reader reads it."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Response:
 
 
 class ResultState:
-    """Behind a `Bound`: made and read on the event loop, fed by the engine's thread."""
+    """Behind a `Bound`: built and read on the event loop, fed by the engine's thread."""
 
     def __init__(
         self, number: int, prompt: list[int], sampling: Any, output_class: type, abort: Callable[[int], None]
@@ -63,12 +63,12 @@ class ResultState:
         return self._done
 
     def abort(self) -> None:
-        """Send word to the engine; it answers with a last step."""
+        """Ask the engine to end the request; one more step follows."""
         self._abort(self.request_id)
         self._aborted = True
 
     def aborted(self) -> bool:
-        """Whether it was asked to end."""
+        """Whether `abort` was called."""
         return self._aborted
 
     def feed(self, responses: list[Response]) -> None:
@@ -81,7 +81,7 @@ class ResultState:
                 return  # it has closed just now
 
     async def step(self) -> None:
-        """Take the next response in, as `__anext__` does."""
+        """Apply the next response, as `__anext__` does."""
         if self._done:
             raise StopAsyncIteration
         assert not self._reading, "a result has one reader"
@@ -107,7 +107,7 @@ class ResultState:
         if response.reason == "cancelled":
             for each in self._all:
                 each.finish_reason = "cancelled"
-        elif response.final:  # of the choices that ended before, none is told why
+        elif response.final:  # choices that ended before have no reason
             output.finish_reason = response.reason
             output.stop_reason = response.stop_reason
             if response.stop_reason is not None and not self._keep_stop:

@@ -1,19 +1,18 @@
-"""What doubles share: how many GPUs there are, how fast time goes, what goes wrong, and KV that waits to be taken."""
+"""What doubles share: the number of GPUs, the duration of a step, injected faults, and KV that can be claimed."""
 
 import secrets
 import threading
 import time
 
 
-class LentKv:
-    """The KV of one prompt, with what it takes to go on: the state of the model after it."""
+class OfferedKv:
+    """The KV of one prompt: the state of the model after it."""
 
     def __init__(self, state: int, prompt_tokens: int, first: int, free_at: float) -> None:
         self.state = state
         self.prompt_tokens = prompt_tokens
         self.first = first
         self.free_at = free_at
-        self.taken = False
 
 
 class _Shared:
@@ -34,74 +33,71 @@ class World:
         self.prefill_steps = prefill_steps
         self.transfer_steps = transfer_steps
         self.blocks = 1024
-        self.windows: tuple[int, ...] = ()  # of layers that look back less far than the others
-        self.poll_errors = 0  # so many calls for stats or events fail
+        self.windows: tuple[int, ...] = ()  # of layers with narrower attention windows
+        self.poll_errors = 0  # this many calls for statistics or events fail
         self.fail_prompts: dict[int, str] = {}  # first token of a prompt -> "request", "die", "garbage", "timeout"
         self.cancelled = 0
-        self.aborted_early = 0  # requests that were aborted while their KV was on its way
+        self.aborted_early = 0  # requests that were aborted while their KV was in transfer
         self.blocks_leaked = 0
         self.encode_gate = threading.Event()  # encoders wait for it
         self.encode_gate.set()
-        self.ill = False  # encoders say so when they are asked
-        self.encodes_aborted = False  # an abort comes too late for an encoder
+        self.unhealthy = False  # health checks of encoders fail
+        self.encodes_aborted = False  # encoders ignore aborts
         self._shared: dict[str, _Shared] = {}
-        self._lent: dict[bytes, LentKv] = {}
+        self._offered: dict[bytes, OfferedKv] = {}
         self._lock = threading.Lock()
 
     def share(self, content: bytes) -> str:
-        """Keep what an encoder made of `content`; return its name."""
+        """Share the embeddings of an image; return their name."""
         name = secrets.token_hex(8)
         with self._lock:
             self._shared[name] = _Shared(content)
         return name
 
-    def opened(self, name: str) -> bytes:
-        """Return what `name` stands for, to one more reader. Raises RuntimeError if it is gone."""
+    def read(self, name: str) -> bytes:
+        """Return the content of `name`. Raises RuntimeError if it has been freed."""
         with self._lock:
             shared = self._shared.get(name)
             if shared is None or shared.dropped:
-                raise RuntimeError("the memory of this handle is gone")
+                raise RuntimeError("the memory of this handle has been freed")
             shared.read = True
             return shared.content
 
-    def dropped(self, names: list[str]) -> None:
-        """Nobody holds the result any more."""
+    def drop(self, names: list[str]) -> None:
+        """The result that held them has been deleted."""
         with self._lock:
             for name in names:
                 self._shared[name].dropped = True
 
     @property
     def media_shared(self) -> int:
-        """How many shared tensors take up memory: those that are held, and those that nobody has ever read."""
+        """How many shared tensors use memory: those that are held, and those that have never been read."""
         with self._lock:
             return sum(not (shared.dropped and shared.read) for shared in self._shared.values())
 
     @property
     def media_held(self) -> int:
-        """How many shared tensors belong to a result that somebody holds."""
+        """How many shared tensors belong to a result that exists."""
         with self._lock:
             return sum(not shared.dropped for shared in self._shared.values())
 
-    def lend(self, state: int, prompt_tokens: int, first: int, keep_s: float) -> bytes:
-        """Keep the KV of a prompt; return what opens it."""
+    def offer_kv(self, state: int, prompt_tokens: int, first: int, keep_s: float) -> bytes:
+        """Keep the KV of a prompt; return its key."""
         key = secrets.token_bytes(24)
         with self._lock:
-            self._lent[key] = LentKv(state, prompt_tokens, first, time.monotonic() + keep_s)
+            self._offered[key] = OfferedKv(state, prompt_tokens, first, time.monotonic() + keep_s)
         return key
 
-    def take(self, key: bytes | None) -> LentKv | None:
-        """Return what `key` opens, once; None if there is nothing."""
+    def claim_kv(self, key: bytes | None) -> OfferedKv | None:
+        """Return the KV of `key`, once; None if there is none."""
         with self._lock:
-            lent = self._lent.pop(key or b"", None)
-        if lent is not None:
-            lent.taken = True
-        return lent
+            return self._offered.pop(key or b"", None)
 
-    def is_lent(self, key: bytes) -> bool:
-        """Whether it has neither been taken nor been kept too long."""
+    def is_offered(self, key: bytes) -> bool:
+        """Whether it has neither been claimed nor expired."""
         with self._lock:
-            lent = self._lent.get(key)
-            if lent is not None and lent.free_at < time.monotonic():
-                del self._lent[key]
-                lent = None
-            return lent is not None
+            kv = self._offered.get(key)
+            if kv is not None and kv.free_at < time.monotonic():
+                del self._offered[key]
+                kv = None
+            return kv is not None

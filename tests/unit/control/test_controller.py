@@ -1,4 +1,4 @@
-"""Orders over a whole worker in one process: discovery, the engine, roll-back, and who is excused meanwhile."""
+"""Commands on a whole worker in one process: discovery, the engine, roll-back, canary and watchdog meanwhile."""
 
 import asyncio
 from typing import Any
@@ -20,12 +20,12 @@ from baton.protocol.commands import (
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.testing import ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import Script
-from tests.unit.control.operated import DONE, EVERYTHING, WELL, House, living
+from tests.unit.control.worker_harness import DONE, EVERYTHING, ONE_TOKEN, WorkerHarness, running_worker
 
 FROM_DISK = {"source": {"type": "disk", "path": "/m"}, "version": "2"}
 JOIN = {"group": "g", "host": "127.0.0.1", "port": 1234, "rank": 1, "size": 2}
 BOTH = {"tags": ["kv_cache", "weights"]}
-KEEPS_OR_NOTHING = Capabilities(memory_tags=frozenset({"weights", "kv_cache"}), pause_modes=frozenset({"abort"}))
+ABORT_ONLY = Capabilities(memory_tags=frozenset({"weights", "kv_cache"}), pause_modes=frozenset({"abort"}))
 
 
 def released(*tags: str) -> Outcome:
@@ -46,16 +46,16 @@ def released(*tags: str) -> Outcome:
         ("lora/load", {"name": "a", "path": "/a"}),
     ],
 )
-def test_most_orders_leave_the_worker_in_discovery(path: str, body: dict[str, Any]) -> None:
+def test_commands_that_stop_no_requests_leave_the_worker_registered(path: str, body: dict[str, Any]) -> None:
     async def main() -> None:
-        at_it = asyncio.Event()
-        async with living(at_it, DONE) as house:
-            order = asyncio.create_task(house.ok(path, body))
-            await eventually(lambda: len(house.engine.verbs) == 1)
-            assert house.serves()
-            at_it.set()
-            await order
-            assert house.serves()
+        proceed = asyncio.Event()
+        async with running_worker(proceed, DONE) as harness:
+            command = asyncio.create_task(harness.ok(path, body))
+            await eventually(lambda: len(harness.engine.commands) == 1)
+            assert harness.serves()
+            proceed.set()
+            await command
+            assert harness.serves()
 
     run_bounded(main())
 
@@ -64,43 +64,43 @@ def test_most_orders_leave_the_worker_in_discovery(path: str, body: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "verbs", "end"),
+    ("path", "body", "calls", "end"),
     [
         ("pause", {"mode": "retract"}, 1, ("continue", {})),
         ("memory/release", {"tags": ["kv_cache"]}, 2, ("memory/resume", {"tags": ["kv_cache"]})),
     ],
 )
-def test_a_worker_is_out_of_discovery_before_its_engine_goes_quiet_and_back_after_it_works(
-    path: str, body: dict[str, Any], verbs: int, end: tuple[str, dict[str, Any]]
+def test_a_worker_deregisters_before_its_engine_pauses_and_registers_after_it_continues(
+    path: str, body: dict[str, Any], calls: int, end: tuple[str, dict[str, Any]]
 ) -> None:
     async def main() -> None:
-        going, coming = asyncio.Event(), asyncio.Event()
-        async with living(going, *[DONE] * verbs, coming, *[DONE] * verbs) as house:
-            order = asyncio.create_task(house.ok(path, body))
-            await eventually(lambda: len(house.engine.verbs) == 1)
-            assert not house.serves()
-            going.set()
-            await order
+        pausing, continuing = asyncio.Event(), asyncio.Event()
+        async with running_worker(pausing, *[DONE] * calls, continuing, *[DONE] * calls) as harness:
+            command = asyncio.create_task(harness.ok(path, body))
+            await eventually(lambda: len(harness.engine.commands) == 1)
+            assert not harness.serves()
+            pausing.set()
+            await command
             with pytest.raises(PeerLost):
-                await house.call()
-            order = asyncio.create_task(house.ok(*end))
-            await eventually(lambda: len(house.engine.verbs) == verbs + 1)
-            assert not house.serves()
-            coming.set()
-            await order
-            assert house.serves()
-            assert await house.call()
+                await harness.call()
+            command = asyncio.create_task(harness.ok(*end))
+            await eventually(lambda: len(harness.engine.commands) == calls + 1)
+            assert not harness.serves()
+            continuing.set()
+            await command
+            assert harness.serves()
+            assert await harness.call()
 
     run_bounded(main())
 
 
-def test_a_request_that_was_on_its_way_to_a_paused_worker_is_told_to_go_elsewhere() -> None:
+def test_a_request_that_reaches_a_paused_worker_gets_a_retryable_error() -> None:
     async def main() -> None:
-        async with living(DONE) as house:
-            await house.ok("pause")
-            house.endpoint.registered = True  # a frontend that has not heard of it yet
+        async with running_worker(DONE) as harness:
+            await harness.ok("pause")
+            harness.endpoint.registered = True  # a frontend that has a stale view of discovery
             with pytest.raises(BatonError) as refusal:
-                await house.call()
+                await harness.call()
             assert (refusal.value.code, refusal.value.retryable) == ("paused", True)
 
     run_bounded(main())
@@ -111,50 +111,50 @@ def test_d13_drain_lets_requests_finish() -> None:
     slow: Script = [TokenDelta([1]), finish, Finished(FinishReason.LENGTH)]
 
     async def main() -> None:
-        async with living(DONE, scripts=(WELL, slow)) as house:
-            call = asyncio.create_task(house.call())
-            await eventually(lambda: house.worker.gate.in_flight == 1)
-            order = asyncio.create_task(house.ok("pause", {"mode": "drain"}))
-            await eventually(lambda: not house.serves())
-            assert house.engine.verbs == []
+        async with running_worker(DONE, scripts=(ONE_TOKEN, slow)) as harness:
+            call = asyncio.create_task(harness.call())
+            await eventually(lambda: harness.worker.gate.in_flight == 1)
+            command = asyncio.create_task(harness.ok("pause", {"mode": "drain"}))
+            await eventually(lambda: not harness.serves())
+            assert harness.engine.commands == []
             finish.set()
-            assert (await order)["paused"]
+            assert (await command)["paused"]
             assert len(await call) == 2
-            assert house.engine.verbs == [Pause(mode="keep")]
-            assert house.engine.aborted == []
+            assert harness.engine.commands == [Pause(mode="keep")]
+            assert harness.engine.aborted == []
 
     run_bounded(main())
 
 
-def test_a_drain_that_takes_too_long_changes_nothing_and_says_how_many_still_run() -> None:
+def test_a_drain_that_times_out_changes_nothing_and_reports_how_many_requests_run() -> None:
     stuck: Script = [TokenDelta([1])]
 
     async def main() -> None:
-        async with living(scripts=(WELL, stuck), drain_timeout_s=0.01) as house:
-            calls = [asyncio.create_task(house.call()) for _ in range(2)]
-            await eventually(lambda: house.worker.gate.in_flight == 2)
-            message = await house.refused("pause", {"mode": "drain", "timeout_s": 0.1}, 409, "conflict")
+        async with running_worker(scripts=(ONE_TOKEN, stuck), drain_timeout_s=0.01) as harness:
+            calls = [asyncio.create_task(harness.call()) for _ in range(2)]
+            await eventually(lambda: harness.worker.gate.in_flight == 2)
+            message = await harness.refused("pause", {"mode": "drain", "timeout_s": 0.1}, 409, "conflict")
             assert "2 requests" in message
-            assert house.serves()
-            assert not (await house.status())["paused"]
-            assert house.engine.verbs == []
-            house.stop.set()
+            assert harness.serves()
+            assert not (await harness.status())["paused"]
+            assert harness.engine.commands == []
+            harness.stop.set()
             await asyncio.wait(calls)
 
     run_bounded(main())
 
 
-def test_requests_that_an_earlier_pause_keeps_cannot_be_waited_for() -> None:
+def test_a_drain_of_requests_that_a_pause_keeps_is_a_conflict() -> None:
     stuck: Script = [TokenDelta([1])]
 
     async def main() -> None:
-        async with living(DONE, scripts=(WELL, stuck), drain_timeout_s=0.01) as house:
-            call = asyncio.create_task(house.call())
-            await eventually(lambda: house.worker.gate.in_flight == 1)
-            await house.ok("pause")
-            assert "continue first" in await house.refused("pause", {"mode": "drain"}, 409, "conflict")
-            assert (await house.status())["paused"]
-            house.stop.set()
+        async with running_worker(DONE, scripts=(ONE_TOKEN, stuck), drain_timeout_s=0.01) as harness:
+            call = asyncio.create_task(harness.call())
+            await eventually(lambda: harness.worker.gate.in_flight == 1)
+            await harness.ok("pause")
+            assert "continue first" in await harness.refused("pause", {"mode": "drain"}, 409, "conflict")
+            assert (await harness.status())["paused"]
+            harness.stop.set()
             await asyncio.wait([call])
 
     run_bounded(main())
@@ -164,24 +164,24 @@ def test_a_drain_ends_with_the_worker() -> None:
     slow: Script = [TokenDelta([1]), 0.2, Finished(FinishReason.LENGTH)]
 
     async def main() -> None:
-        async with living(DONE, scripts=(WELL, slow)) as house:
-            call = asyncio.create_task(house.call())
-            await eventually(lambda: house.worker.gate.in_flight == 1)
-            order = asyncio.create_task(house.refused("pause", {"mode": "drain"}, 503, "draining"))
-            await eventually(lambda: not house.endpoint.registered)
-            house.stop.set()
-            await order
+        async with running_worker(DONE, scripts=(ONE_TOKEN, slow)) as harness:
+            call = asyncio.create_task(harness.call())
+            await eventually(lambda: harness.worker.gate.in_flight == 1)
+            command = asyncio.create_task(harness.refused("pause", {"mode": "drain"}, 503, "draining"))
+            await eventually(lambda: not harness.endpoint.registered)
+            harness.stop.set()
+            await command
             assert await call
-            assert house.engine.verbs == []
+            assert harness.engine.commands == []
 
     run_bounded(main())
 
 
-def test_continue_without_a_pause_is_no_news_to_the_engine() -> None:
+def test_continue_without_a_pause_does_not_call_the_engine() -> None:
     async def main() -> None:
-        async with living() as house:
-            assert "nothing to do" in (await house.ok("continue"))["message"]
-            assert house.engine.verbs == []
+        async with running_worker() as harness:
+            assert "nothing to do" in (await harness.ok("continue"))["message"]
+            assert harness.engine.commands == []
 
     run_bounded(main())
 
@@ -189,16 +189,16 @@ def test_continue_without_a_pause_is_no_news_to_the_engine() -> None:
 # Memory
 
 
-def test_d13_staged_resume_comes_back_only_with_the_last_tag() -> None:
+def test_d13_staged_resume_registers_only_with_the_last_tag() -> None:
     async def main() -> None:
-        async with living(*[DONE] * 6) as house:
-            await house.ok("memory/release", BOTH)
-            assert (await house.ok("memory/resume", {"tags": ["weights"]}))["released"] == ["kv_cache"]
-            assert not house.serves()
-            assert not any(isinstance(command, Continue) for command in house.engine.verbs)
-            assert (await house.ok("memory/resume", {"tags": ["kv_cache"]}))["released"] == []
-            assert house.serves()
-            assert house.engine.verbs == [
+        async with running_worker(*[DONE] * 6) as harness:
+            await harness.ok("memory/release", BOTH)
+            assert (await harness.ok("memory/resume", {"tags": ["weights"]}))["released"] == ["kv_cache"]
+            assert not harness.serves()
+            assert not any(isinstance(command, Continue) for command in harness.engine.commands)
+            assert (await harness.ok("memory/resume", {"tags": ["kv_cache"]}))["released"] == []
+            assert harness.serves()
+            assert harness.engine.commands == [
                 Pause(mode="retract"),
                 ReleaseMemory(tags=("kv_cache", "weights")),
                 ResumeMemory(tags=("weights",)),
@@ -209,140 +209,142 @@ def test_d13_staged_resume_comes_back_only_with_the_last_tag() -> None:
     run_bounded(main())
 
 
-def test_a_worker_comes_back_only_when_all_is_resumed_and_nothing_is_paused() -> None:
+def test_a_worker_registers_only_when_all_memory_is_resumed_and_no_pause_holds() -> None:
     async def main() -> None:
-        async with living(*[DONE] * 8) as house:
-            await house.ok("memory/release", BOTH)
-            await house.ok("pause")
-            assert (await house.status())["released"] == ["kv_cache", "weights"]
-            await house.ok("memory/resume", {"tags": ["weights"]})
-            outcome = await house.ok("continue")
+        async with running_worker(*[DONE] * 8) as harness:
+            await harness.ok("memory/release", BOTH)
+            await harness.ok("pause")
+            assert (await harness.status())["released"] == ["kv_cache", "weights"]
+            await harness.ok("memory/resume", {"tags": ["weights"]})
+            outcome = await harness.ok("continue")
             assert "kv_cache" in outcome["message"]
-            assert not any(isinstance(command, Continue) for command in house.engine.verbs)
-            assert not house.serves()
-            await house.ok("memory/resume", {"tags": ["kv_cache"]})
-            assert house.serves()
+            assert not any(isinstance(command, Continue) for command in harness.engine.commands)
+            assert not harness.serves()
+            await harness.ok("memory/resume", {"tags": ["kv_cache"]})
+            assert harness.serves()
 
     run_bounded(main())
 
 
 def test_an_operators_pause_outlasts_a_release() -> None:
     async def main() -> None:
-        async with living(*[DONE] * 6) as house:
-            await house.ok("pause")
-            await house.ok("memory/release", {"tags": ["weights"]})
-            assert (await house.ok("memory/resume", {"tags": ["weights"]}))["paused"]
-            assert not house.serves()
-            await house.ok("continue")
-            assert house.serves()
+        async with running_worker(*[DONE] * 6) as harness:
+            await harness.ok("pause")
+            await harness.ok("memory/release", {"tags": ["weights"]})
+            assert (await harness.ok("memory/resume", {"tags": ["weights"]}))["paused"]
+            assert not harness.serves()
+            await harness.ok("continue")
+            assert harness.serves()
 
     run_bounded(main())
 
 
-def test_what_is_done_already_is_well_and_says_so() -> None:
+def test_a_repeated_release_or_resume_does_nothing_and_says_so() -> None:
     async def main() -> None:
-        async with living(*[DONE] * 4) as house:
-            assert "nothing to do" in (await house.ok("memory/resume", BOTH))["message"]
-            assert house.engine.verbs == []
-            assert house.serves()
-            await house.ok("memory/release", {"tags": ["weights", "weights"]})
-            assert "nothing to do" in (await house.ok("memory/release", {"tags": ["weights"]}))["message"]
-            assert house.engine.verbs == [Pause(mode="keep"), ReleaseMemory(tags=("weights",))]
-            await house.ok("memory/resume", BOTH)
-            assert house.engine.verbs[2:] == [ResumeMemory(tags=("weights",)), Continue()]
-            assert house.serves()
+        async with running_worker(*[DONE] * 4) as harness:
+            assert "nothing to do" in (await harness.ok("memory/resume", BOTH))["message"]
+            assert harness.engine.commands == []
+            assert harness.serves()
+            await harness.ok("memory/release", {"tags": ["weights", "weights"]})
+            assert "nothing to do" in (await harness.ok("memory/release", {"tags": ["weights"]}))["message"]
+            assert harness.engine.commands == [Pause(mode="keep"), ReleaseMemory(tags=("weights",))]
+            await harness.ok("memory/resume", BOTH)
+            assert harness.engine.commands[2:] == [ResumeMemory(tags=("weights",)), Continue()]
+            assert harness.serves()
 
     run_bounded(main())
 
 
 @pytest.mark.parametrize("problem", [EngineFailed("disk full"), InvalidRequest("no"), ValueError("a bug")])
 def test_d13_failed_release_leaves_the_worker_serving(problem: Exception) -> None:
-    status, code = (400, "invalid_request") if isinstance(problem, InvalidRequest) else (500, "engine_failed")
+    http_status, code = (400, "invalid_request") if isinstance(problem, InvalidRequest) else (500, "engine_failed")
 
     async def main() -> None:
-        async with living(DONE, problem, DONE) as house:
-            await house.refused("memory/release", BOTH, status, code)
-            assert house.serves()
-            assert [type(command) for command in house.engine.verbs] == [Pause, ReleaseMemory, Continue]
-            stands = await house.status()
-            assert (stands["paused"], stands["released"]) == (False, [])
-            assert await house.call()
+        async with running_worker(DONE, problem, DONE) as harness:
+            await harness.refused("memory/release", BOTH, http_status, code)
+            assert harness.serves()
+            assert [type(command) for command in harness.engine.commands] == [Pause, ReleaseMemory, Continue]
+            status = await harness.status()
+            assert (status["paused"], status["released"]) == (False, [])
+            assert await harness.call()
 
     run_bounded(main())
 
 
-def test_a_worker_that_cannot_go_on_after_a_failed_release_ends() -> None:
+def test_a_worker_whose_engine_cannot_continue_after_a_failed_release_ends() -> None:
     async def main() -> None:
-        house = House(
-            ScriptedEngine(WELL, capabilities=EVERYTHING, control=[DONE, EngineFailed("full"), EngineFailed("stuck")])
+        harness = WorkerHarness(
+            ScriptedEngine(
+                ONE_TOKEN, capabilities=EVERYTHING, control=[DONE, EngineFailed("full"), EngineFailed("stuck")]
+            )
         )
-        await house.server.start()
-        await house.ready.wait()
-        message = await house.refused("memory/release", BOTH, 503, "engine_dead")
+        await harness.server.start()
+        await harness.ready.wait()
+        message = await harness.refused("memory/release", BOTH, 503, "engine_dead")
         assert "full" in message
         assert "stuck" in message
         with pytest.raises(EngineDead):
-            await house.running
-        await house.server.aclose()
+            await harness.running
+        await harness.server.aclose()
 
     run_bounded(main())
 
 
 @pytest.mark.parametrize("problem", [EngineFailed("disk full"), InvalidRequest("no")])
-def test_a_failed_pause_or_continue_leaves_the_worker_as_it_was(problem: BatonError) -> None:
+def test_a_failed_pause_or_continue_changes_nothing(problem: BatonError) -> None:
     async def main() -> None:
-        async with living(problem, DONE, problem, DONE) as house:
-            await house.refused("pause", {}, problem.status, problem.code)
-            assert house.serves()
-            await house.ok("pause")
-            await house.refused("continue", None, problem.status, problem.code)
-            assert not house.serves()
-            assert (await house.status())["paused"]
-            await house.ok("continue")
-            assert house.serves()
+        async with running_worker(problem, DONE, problem, DONE) as harness:
+            await harness.refused("pause", {}, problem.status, problem.code)
+            assert harness.serves()
+            await harness.ok("pause")
+            await harness.refused("continue", None, problem.status, problem.code)
+            assert not harness.serves()
+            assert (await harness.status())["paused"]
+            await harness.ok("continue")
+            assert harness.serves()
 
     run_bounded(main())
 
 
-def test_a_resume_that_cannot_go_on_can_be_repeated() -> None:
+def test_a_resume_whose_continue_failed_can_be_repeated() -> None:
     async def main() -> None:
-        async with living(DONE, DONE, DONE, EngineFailed("not yet"), DONE) as house:
-            await house.ok("memory/release", {"tags": ["weights"]})
-            await house.refused("memory/resume", {"tags": ["weights"]}, 500, "engine_failed")
-            assert not house.serves()
-            assert (await house.status())["released"] == []
-            await house.ok("memory/resume", {"tags": ["weights"]})
-            assert house.serves()
+        async with running_worker(DONE, DONE, DONE, EngineFailed("not yet"), DONE) as harness:
+            await harness.ok("memory/release", {"tags": ["weights"]})
+            await harness.refused("memory/resume", {"tags": ["weights"]}, 500, "engine_failed")
+            assert not harness.serves()
+            assert (await harness.status())["released"] == []
+            await harness.ok("memory/resume", {"tags": ["weights"]})
+            assert harness.serves()
 
     run_bounded(main())
 
 
-def test_what_the_engine_says_goes_before_what_was_asked() -> None:
+def test_the_engines_outcome_overrides_what_was_asked() -> None:
     async def main() -> None:
-        async with living(DONE, released("weights")) as house:
-            await house.ok("memory/release", BOTH)
-            assert (await house.status())["released"] == ["weights"]
+        async with running_worker(DONE, released("weights")) as harness:
+            await harness.ok("memory/release", BOTH)
+            assert (await harness.status())["released"] == ["weights"]
 
     run_bounded(main())
 
 
-def test_an_engine_that_cannot_hold_requests_gives_memory_back_when_they_have_finished() -> None:
+def test_an_engine_that_cannot_keep_requests_releases_memory_when_they_have_finished() -> None:
     finish = asyncio.Event()
     slow: Script = [TokenDelta([1]), finish, Finished(FinishReason.LENGTH)]
 
     async def main() -> None:
-        async with living(DONE, DONE, can=KEEPS_OR_NOTHING, scripts=(WELL, slow)) as house:
-            call = asyncio.create_task(house.call())
-            await eventually(lambda: house.worker.gate.in_flight == 1)
-            order = asyncio.create_task(house.ok("memory/release", {"tags": ["weights"]}))
-            await eventually(lambda: not house.endpoint.registered)
-            assert house.engine.verbs == []
+        async with running_worker(DONE, DONE, can=ABORT_ONLY, scripts=(ONE_TOKEN, slow)) as harness:
+            call = asyncio.create_task(harness.call())
+            await eventually(lambda: harness.worker.gate.in_flight == 1)
+            command = asyncio.create_task(harness.ok("memory/release", {"tags": ["weights"]}))
+            await eventually(lambda: not harness.endpoint.registered)
+            assert harness.engine.commands == []
             finish.set()
-            await order
+            await command
             assert await call
-            assert house.engine.verbs == [ReleaseMemory(tags=("weights",))]
-            await house.ok("memory/resume", {"tags": ["weights"]})
-            assert house.serves()
+            assert harness.engine.commands == [ReleaseMemory(tags=("weights",))]
+            await harness.ok("memory/resume", {"tags": ["weights"]})
+            assert harness.serves()
 
     run_bounded(main())
 
@@ -355,185 +357,189 @@ def test_d34_naming_a_weight_version_ends_no_request() -> None:
     slow: Script = [TokenDelta([1]), finish, Finished(FinishReason.LENGTH)]
 
     async def main() -> None:
-        async with living(DONE, scripts=(WELL, slow)) as house:
-            call = asyncio.create_task(house.call())
-            await eventually(lambda: house.worker.gate.in_flight == 1)
-            assert (await house.ok("weights/version", {"version": "step-7"}))["weight_version"] == "step-7"
-            assert house.engine.verbs == [SetWeightVersion(version="step-7")]
-            assert house.engine.aborted == []
-            assert house.serves()
+        async with running_worker(DONE, scripts=(ONE_TOKEN, slow)) as harness:
+            call = asyncio.create_task(harness.call())
+            await eventually(lambda: harness.worker.gate.in_flight == 1)
+            assert (await harness.ok("weights/version", {"version": "step-7"}))["weight_version"] == "step-7"
+            assert harness.engine.commands == [SetWeightVersion(version="step-7")]
+            assert harness.engine.aborted == []
+            assert harness.serves()
             finish.set()
             assert len(await call) == 2
 
     run_bounded(main())
 
 
-def test_a_version_can_be_told_and_set_on_an_engine_whose_weights_stay() -> None:
+def test_a_version_can_be_read_and_set_on_an_engine_without_weight_updates() -> None:
     async def main() -> None:
-        async with living(can=Capabilities()) as house:
-            told = await house.order("weights/version", method="GET")
-            assert (told.status, told.body["weight_version"]) == (200, "initial")
-            await house.ok("weights/version", {"version": "7"})
-            assert house.engine.verbs == []
-            assert (await house.order("weights/version", method="GET")).body["weight_version"] == "7"
-            assert (await house.status())["weight_version"] == "7"
+        async with running_worker(can=Capabilities()) as harness:
+            version = await harness.send("weights/version", method="GET")
+            assert (version.status, version.body["weight_version"]) == (200, "initial")
+            await harness.ok("weights/version", {"version": "7"})
+            assert harness.engine.commands == []
+            assert (await harness.send("weights/version", method="GET")).body["weight_version"] == "7"
+            assert (await harness.status())["weight_version"] == "7"
 
     run_bounded(main())
 
 
-def test_a_version_can_be_set_where_the_engine_has_no_use_for_it() -> None:
+def test_a_version_can_be_set_on_an_engine_that_does_not_support_versions() -> None:
     async def main() -> None:
-        async with living(Unsupported("no")) as house:
-            await house.ok("weights/version", {"version": "7"})
-            assert (await house.status())["weight_version"] == "7"
+        async with running_worker(Unsupported("no")) as harness:
+            await harness.ok("weights/version", {"version": "7"})
+            assert (await harness.status())["weight_version"] == "7"
 
     run_bounded(main())
 
 
-def test_an_update_that_fails_leaves_the_version_as_it_was() -> None:
+def test_a_failed_update_leaves_the_version_unchanged() -> None:
     async def main() -> None:
-        async with living(DONE, EngineFailed("no such tensor")) as house:
-            assert (await house.ok("weights/update", FROM_DISK))["weight_version"] == "2"
-            await house.refused("weights/update", {**FROM_DISK, "version": "3"}, 500, "engine_failed")
-            assert (await house.status())["weight_version"] == "2"
+        async with running_worker(DONE, EngineFailed("no such tensor")) as harness:
+            assert (await harness.ok("weights/update", FROM_DISK))["weight_version"] == "2"
+            await harness.refused("weights/update", {**FROM_DISK, "version": "3"}, 500, "engine_failed")
+            assert (await harness.status())["weight_version"] == "2"
 
     run_bounded(main())
 
 
-def test_weights_that_are_released_cannot_be_updated() -> None:
+def test_released_weights_cannot_be_updated() -> None:
     async def main() -> None:
-        async with living(DONE, DONE) as house:
-            await house.ok("memory/release", {"tags": ["weights"]})
-            assert "resume them" in await house.refused("weights/update", FROM_DISK, 409, "conflict")
+        async with running_worker(DONE, DONE) as harness:
+            await harness.ok("memory/release", {"tags": ["weights"]})
+            assert "resume them" in await harness.refused("weights/update", FROM_DISK, 409, "conflict")
 
     run_bounded(main())
 
 
-# One at a time, in time
+# One at a time, within the timeout
 
 
-def test_orders_are_carried_out_one_at_a_time_and_status_answers_meanwhile() -> None:
+def test_commands_are_executed_one_at_a_time_and_status_replies_meanwhile() -> None:
     async def main() -> None:
         first = asyncio.Event()
-        async with living(first, DONE, Outcome(message="second")) as house:
-            controller = [asyncio.create_task(house.ok("weights/update", FROM_DISK))]
-            await eventually(lambda: len(house.engine.verbs) == 1)
-            controller.append(asyncio.create_task(house.ok("cache/clear")))
+        async with running_worker(first, DONE, Outcome(message="second")) as harness:
+            commands = [asyncio.create_task(harness.ok("weights/update", FROM_DISK))]
+            await eventually(lambda: len(harness.engine.commands) == 1)
+            commands.append(asyncio.create_task(harness.ok("cache/clear")))
             await asyncio.sleep(0.02)
-            assert len(house.engine.verbs) == 1
-            assert (await house.status())["command"] == "update_weights"
+            assert len(harness.engine.commands) == 1
+            assert (await harness.status())["command"] == "update_weights"
             first.set()
-            assert [reply["message"] for reply in await asyncio.gather(*controller)] == ["done", "second"]
-            status = await house.status()
+            assert [reply["message"] for reply in await asyncio.gather(*commands)] == ["done", "second"]
+            status = await harness.status()
             assert (status["command"], status["weight_version"]) == (None, "2")
 
     run_bounded(main())
 
 
-def test_an_idle_worker_is_neither_probed_nor_thought_stuck() -> None:
+def test_a_paused_worker_is_neither_probed_nor_stalled() -> None:
     stuck: Script = [TokenDelta([1])]
 
     async def main() -> None:
-        async with living(
+        async with running_worker(
             DONE,
             DONE,
-            scripts=(WELL, stuck, WELL),
+            scripts=(ONE_TOKEN, stuck, ONE_TOKEN),
             canary_interval_s=0.02,
             canary_timeout_s=0.02,
             stall_timeout_s=0.1,
             drain_timeout_s=0.01,
-        ) as house:
+        ) as harness:
             async with asyncio.timeout(5):
-                await house.ok("pause")
-                count = len(house.engine.submitted)
+                await harness.ok("pause")
+                count = len(harness.engine.submitted)
                 await asyncio.sleep(0.4)
-                assert len(house.engine.submitted) <= count + 1  # one may have been on its way
-                assert not house.running.done()
-                await house.ok("continue")
-                await eventually(lambda: len(house.engine.submitted) > count + 1)
-                await eventually(house.serves)
+                assert len(harness.engine.submitted) <= count + 1  # one may have been in flight
+                assert not harness.running.done()
+                await harness.ok("continue")
+                await eventually(lambda: len(harness.engine.submitted) > count + 1)
+                await eventually(harness.serves)
 
     run_bounded(main())
 
 
-def test_an_engine_that_is_busy_with_an_order_is_not_probed() -> None:
+def test_an_engine_that_executes_a_command_is_not_probed() -> None:
     async def main() -> None:
-        order = asyncio.Event()
-        async with living(order, DONE, canary_interval_s=0.01, canary_timeout_s=0.01, stall_timeout_s=0.05) as house:
-            doing = asyncio.create_task(house.ok("weights/update", FROM_DISK))
-            await eventually(lambda: bool(house.engine.verbs))
+        proceed = asyncio.Event()
+        async with running_worker(
+            proceed, DONE, canary_interval_s=0.01, canary_timeout_s=0.01, stall_timeout_s=0.05
+        ) as harness:
+            command = asyncio.create_task(harness.ok("weights/update", FROM_DISK))
+            await eventually(lambda: bool(harness.engine.commands))
             await asyncio.sleep(0.02)
-            count = len(house.engine.submitted)
+            count = len(harness.engine.submitted)
             await asyncio.sleep(0.2)
-            assert len(house.engine.submitted) == count
-            order.set()
-            await doing
-            await eventually(lambda: len(house.engine.submitted) > count)
+            assert len(harness.engine.submitted) == count
+            proceed.set()
+            await command
+            await eventually(lambda: len(harness.engine.submitted) > count)
 
     run_bounded(main())
 
 
 @pytest.mark.parametrize(
-    ("problem", "error", "words"),
+    ("problem", "error", "message"),
     [(asyncio.Event(), EngineStalled, "within 0.05 s"), (EngineDead("gone"), EngineDead, "gone")],
 )
-def test_an_engine_that_is_stuck_or_dead_at_an_order_ends_the_worker(
-    problem: asyncio.Event | EngineDead, error: type[BatonError], words: str
+def test_an_engine_that_stalls_or_dies_during_a_command_ends_the_worker(
+    problem: asyncio.Event | EngineDead, error: type[BatonError], message: str
 ) -> None:
     async def main() -> None:
-        house = House(ScriptedEngine(WELL, capabilities=EVERYTHING, control=[problem]), command_timeout_s=0.05)
-        await house.server.start()
-        await house.ready.wait()
-        assert words in await house.refused("pause", None, 503, error.code)
+        harness = WorkerHarness(
+            ScriptedEngine(ONE_TOKEN, capabilities=EVERYTHING, control=[problem]), command_timeout_s=0.05
+        )
+        await harness.server.start()
+        await harness.ready.wait()
+        assert message in await harness.refused("pause", None, 503, error.code)
         with pytest.raises(error):
-            await house.running
-        assert not house.serves()
-        await house.server.aclose()
+            await harness.running
+        assert not harness.serves()
+        await harness.server.aclose()
 
     run_bounded(main())
 
 
-def test_orders_during_the_shutdown_are_refused() -> None:
+def test_commands_during_the_shutdown_are_refused() -> None:
     slow: Script = [TokenDelta([1]), 0.3, Finished(FinishReason.LENGTH)]
 
     async def main() -> None:
-        async with living(DONE, scripts=(WELL, slow)) as house:
-            call = asyncio.create_task(house.call())
-            await eventually(lambda: house.worker.gate.in_flight == 1)
-            house.stop.set()
-            await eventually(lambda: not house.endpoint.registered)
-            await house.refused("pause", None, 503, "draining")
+        async with running_worker(DONE, scripts=(ONE_TOKEN, slow)) as harness:
+            call = asyncio.create_task(harness.call())
+            await eventually(lambda: harness.worker.gate.in_flight == 1)
+            harness.stop.set()
+            await eventually(lambda: not harness.endpoint.registered)
+            await harness.refused("pause", None, 503, "draining")
             assert await call
-        assert house.engine.verbs == []
+        assert harness.engine.commands == []
 
     run_bounded(main())
 
 
-def test_an_order_that_ends_during_the_shutdown_does_not_bring_the_worker_back() -> None:
+def test_a_command_that_ends_during_the_shutdown_does_not_register_the_worker() -> None:
     async def main() -> None:
-        last = asyncio.Event()
-        async with living(DONE, last, DONE, drain_timeout_s=0.01) as house:
-            await house.ok("pause")
-            order = asyncio.create_task(house.order("continue"))
-            await eventually(lambda: len(house.engine.verbs) == 2)
-            house.stop.set()
-            await house.running
-            last.set()
-            await order
-            assert not house.serves()
+        proceed = asyncio.Event()
+        async with running_worker(DONE, proceed, DONE, drain_timeout_s=0.01) as harness:
+            await harness.ok("pause")
+            command = asyncio.create_task(harness.send("continue"))
+            await eventually(lambda: len(harness.engine.commands) == 2)
+            harness.stop.set()
+            await harness.running
+            proceed.set()
+            await command
+            assert not harness.serves()
 
     run_bounded(main())
 
 
-def test_verbs_reach_the_engine_as_they_were_asked_for() -> None:
-    expected: list[Command] = [Pause(mode="abort"), Pause(mode="keep"), ReleaseMemory(tags=("weights",))]
+def test_an_engine_that_is_held_is_not_held_again() -> None:
+    expected: list[Command] = [Pause(mode="abort"), ReleaseMemory(tags=("weights",))]
 
     async def main() -> None:
-        async with living(*[DONE] * 4) as house:
-            await house.ok("pause", {"mode": "abort"})
-            await house.ok("memory/release", {"tags": ["weights"]})
-            assert house.engine.verbs == expected
-            await house.ok("weights/version", {"version": "v"})
-            assert not any(isinstance(command, UpdateWeights) for command in house.engine.verbs)
+        async with running_worker(*[DONE] * 4) as harness:
+            await harness.ok("pause", {"mode": "abort"})
+            await harness.ok("memory/release", {"tags": ["weights"]})
+            assert harness.engine.commands == expected
+            await harness.ok("weights/version", {"version": "v"})
+            assert not any(isinstance(command, UpdateWeights) for command in harness.engine.commands)
 
     run_bounded(main())

@@ -1,38 +1,48 @@
-"""Presence: a worker is in discovery while there is no reason against it, whatever the order they come and go in."""
+"""Registration: a worker is in discovery while no reason is against it, in whatever order reasons come and go."""
 
 import asyncio
 
 import pytest
 
-from baton.control.discovery import DeregisterReason, DiscoveryRegistration
-from baton.errors import EngineDead, PeerLost
+from baton.control.controller import Controller
+from baton.control.discovery import DiscoveryRegistration
+from baton.errors import BatonError, EngineDead, PeerLost
+from baton.ports.engine import Capabilities
 from baton.ports.runtime import ModelCard
-from baton.testing import run_bounded
+from baton.protocol.commands import Continue, Outcome, Pause
+from baton.protocol.events import Reading
+from baton.request.gate import Gate, GateState
+from baton.testing import ScriptedEngine, run_bounded
 
-UNHEALTHY, COMMANDED = DeregisterReason.UNHEALTHY, DeregisterReason.COMMANDED
+DONE = Outcome(message="done")
 
 
-class Register:
-    """An Endpoint and a Door that remember, and fail or hang as they are told."""
+class FlakyEndpoint:
+    """An Endpoint that records its calls, and fails or hangs as `trouble` says."""
 
     instance_id = 1
-    in_flight = 0
 
     def __init__(self) -> None:
         self.registered = True
-        self.shut = False
         self.calls: list[str] = []
         self.trouble: dict[str, Exception | float] = {}
+
+    @property
+    def is_registered(self) -> bool:
+        return self.registered
 
     async def register_model(self, card: ModelCard) -> None:
         raise NotImplementedError
 
+    def publish(self, reading: Reading) -> None:
+        raise NotImplementedError
+
     async def deregister(self) -> None:
-        await self._call("withdraw")
+        await self._call("deregister")
         self.registered = False
 
     async def register(self) -> None:
-        await self._call("restore")
+        await self._call("register")
         self.registered = True
 
     async def _call(self, name: str) -> None:
@@ -43,110 +53,124 @@ class Register:
             case float(delay):
                 await asyncio.sleep(delay)
 
-    def pause(self) -> None:
-        self.shut = True
 
-    def resume(self) -> None:
-        self.shut = False
+class Registration:
+    """A controller of an engine that only pauses, on a flaky endpoint."""
 
-    async def idle(self, timeout_s: float) -> bool:
-        return True
+    def __init__(self) -> None:
+        self.endpoint = FlakyEndpoint()
+        self.gate = Gate(8)
+        self.failures: list[BatonError] = []
+        can = Capabilities(pause_modes=frozenset({"keep"}))
+        engine = ScriptedEngine(capabilities=can, control=[DONE] * 8)
+        registration = DiscoveryRegistration(self.endpoint, timeout_s=0.05)
+        self.controller = Controller(engine, registration, self.gate, 10.0, self.failures.append)
+
+    async def deregister(self, reason: str) -> None:
+        if reason == "unhealthy":
+            await self.controller.set_healthy(False)
+        else:
+            await self.controller.execute(Pause())
+
+    async def register(self, reason: str) -> None:
+        if reason == "unhealthy":
+            await self.controller.set_healthy(True)
+        else:
+            await self.controller.execute(Continue())
+
+    @property
+    def seen(self) -> tuple[bool, bool, GateState]:
+        """What discovery has, what the controller reports, and the gate."""
+        return self.endpoint.registered, self.controller.registered, self.gate.state
 
 
-def presence_of(register: Register) -> DiscoveryRegistration:
-    return DiscoveryRegistration(register, register, limit_s=0.05)
-
-
-def test_an_ordered_absence_leaves_discovery_and_shuts_the_door() -> None:
+def test_a_command_deregisters_and_pauses_the_gate() -> None:
     async def body() -> None:
-        register = Register()
-        registration = presence_of(register)
-        await registration.deregister(COMMANDED)
-        assert (register.registered, register.shut, registration.registered) == (False, True, False)
-        await registration.register(COMMANDED)
-        assert (register.registered, register.shut, registration.registered) == (True, False, True)
+        worker = Registration()
+        await worker.deregister("command")
+        assert worker.seen == (False, False, GateState.PAUSED)
+        await worker.register("command")
+        assert worker.seen == (True, True, GateState.OPEN)
 
     run_bounded(body())
 
 
-def test_an_illness_leaves_the_door_open() -> None:
+def test_an_unhealthy_worker_deregisters_and_its_gate_stays_open() -> None:
     async def body() -> None:
-        register = Register()
-        registration = presence_of(register)
-        await registration.deregister(UNHEALTHY)
-        assert (register.registered, register.shut, registration.registered) == (False, False, False)
+        worker = Registration()
+        await worker.deregister("unhealthy")
+        assert worker.seen == (False, False, GateState.OPEN)
 
     run_bounded(body())
 
 
-@pytest.mark.parametrize("first", [UNHEALTHY, COMMANDED])
-def test_a_worker_comes_back_when_the_last_reason_is_gone(first: DeregisterReason) -> None:
+@pytest.mark.parametrize("first", ["unhealthy", "command"])
+def test_a_worker_registers_when_the_last_reason_is_gone(first: str) -> None:
     async def body() -> None:
-        register = Register()
-        registration = presence_of(register)
-        second = COMMANDED if first is UNHEALTHY else UNHEALTHY
+        worker = Registration()
+        second = "command" if first == "unhealthy" else "unhealthy"
         for reason in (first, second, first):
-            await registration.deregister(reason)
-        await registration.register(first)
-        assert not register.registered
-        await registration.register(first)
-        assert not register.registered
-        await registration.register(second)
-        assert register.registered
-        assert register.calls == ["withdraw", "restore"]
+            await worker.deregister(reason)
+        await worker.register(first)
+        assert not worker.endpoint.registered
+        await worker.register(first)
+        assert not worker.endpoint.registered
+        await worker.register(second)
+        assert worker.endpoint.registered
+        assert worker.endpoint.calls == ["deregister", "register"]
 
     run_bounded(body())
 
 
 @pytest.mark.parametrize("trouble", [RuntimeError("no etcd"), 3600.0])
-def test_a_worker_that_cannot_leave_is_as_it_was(trouble: Exception | float) -> None:
+def test_a_worker_that_cannot_leave_discovery_stays_registered(trouble: Exception | float) -> None:
     async def body() -> None:
-        register = Register()
-        register.trouble["withdraw"] = trouble
-        registration = presence_of(register)
+        worker = Registration()
+        worker.endpoint.trouble["deregister"] = trouble
         with pytest.raises(PeerLost, match="nothing was done"):
-            await registration.deregister(COMMANDED)
-        assert (register.registered, register.shut, registration.registered) == (True, False, True)
+            await worker.deregister("command")
+        assert worker.seen == (True, True, GateState.OPEN)
+        assert worker.failures == []
 
     run_bounded(body())
 
 
-def test_a_worker_that_cannot_come_back_is_of_no_use() -> None:
+def test_a_worker_that_cannot_register_again_ends() -> None:
     async def body() -> None:
-        register = Register()
-        registration = presence_of(register)
-        await registration.deregister(COMMANDED)
-        register.trouble["restore"] = RuntimeError("no etcd")
-        with pytest.raises(EngineDead, match="come back into discovery"):
-            await registration.register(COMMANDED)
+        worker = Registration()
+        await worker.deregister("command")
+        worker.endpoint.trouble["register"] = RuntimeError("no etcd")
+        with pytest.raises(EngineDead, match="register in discovery again"):
+            await worker.register("command")
+        [failure] = worker.failures
+        assert isinstance(failure, EngineDead)
 
     run_bounded(body())
 
 
-def test_nothing_brings_a_worker_back_that_has_left_for_good() -> None:
+def test_nothing_registers_a_worker_that_has_left_for_good() -> None:
     async def body() -> None:
-        register = Register()
-        registration = presence_of(register)
-        await registration.deregister(COMMANDED)
-        await registration.aclose()
-        await registration.register(COMMANDED)
-        assert not register.registered
-        assert "restore" not in register.calls
+        worker = Registration()
+        await worker.deregister("unhealthy")
+        await worker.controller.aclose()
+        await worker.register("unhealthy")
+        assert not worker.endpoint.registered
+        assert "register" not in worker.endpoint.calls
 
     run_bounded(body())
 
 
-def test_leaving_for_good_waits_for_a_return_on_its_way() -> None:
+def test_leaving_for_good_waits_for_a_registration_that_is_under_way() -> None:
     async def body() -> None:
-        register = Register()
-        registration = presence_of(register)
-        await registration.deregister(COMMANDED)
-        register.trouble["restore"] = 0.01
-        assert not registration.registered
-        back = asyncio.create_task(registration.register(COMMANDED))
+        worker = Registration()
+        await worker.deregister("unhealthy")
+        worker.endpoint.trouble["register"] = 0.01
+        assert not worker.controller.registered
+        registering = asyncio.create_task(worker.register("unhealthy"))
         await asyncio.sleep(0)
-        await registration.aclose()
-        await back
-        assert not register.registered
+        await worker.controller.aclose()
+        await registering
+        assert not worker.endpoint.registered
+        assert not worker.controller.registered
 
     run_bounded(body())

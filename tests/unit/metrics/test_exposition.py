@@ -19,11 +19,11 @@ a_seconds_sum 3.0
 COUNTER = '# HELP b_total Things\n# TYPE b_total counter\nb_total{kind="x y"} 4.0\n'
 
 
-def test_different_metrics_stand_side_by_side() -> None:
+def test_metrics_of_different_sources_are_joined() -> None:
     assert join([HISTOGRAM, COUNTER]) == HISTOGRAM + COUNTER
 
 
-def test_the_first_who_has_a_name_keeps_it() -> None:
+def test_the_first_source_of_a_name_wins() -> None:
     other = HISTOGRAM.replace("3.0", "99.0") + "c 1\n"
     text = join([HISTOGRAM, other, COUNTER.replace("4.0", "5.0"), COUNTER])
     assert text == HISTOGRAM + "c 1\n" + COUNTER.replace("4.0", "5.0")
@@ -31,43 +31,43 @@ def test_the_first_who_has_a_name_keeps_it() -> None:
     assert names == ["a_seconds", "c", "b"]
 
 
-def test_samples_that_nobody_declared_are_metrics_too() -> None:
+def test_samples_without_a_declaration_are_metrics_too() -> None:
     assert join(["x 1\nx_total 2\n", "x 3\ny 4\n"]) == "x 1\nx_total 2\ny 4\n"
     assert join(["", "\n\n", "# a remark\nz 1\n"]) == "z 1\n"
 
 
-def test_a_source_that_hangs_is_asked_once_and_answers_everybody_later() -> None:
-    asked = 0
+def test_a_source_that_hangs_is_scraped_once_for_all_callers() -> None:
+    scrapes = 0
 
     async def body() -> None:
-        answer = asyncio.Event()
+        proceed = asyncio.Event()
 
-        async def ask() -> str:
-            nonlocal asked
-            asked += 1
-            await answer.wait()
+        async def scrape() -> str:
+            nonlocal scrapes
+            scrapes += 1
+            await proceed.wait()
             return "x 1\n"
 
-        source = TimedScrape("it", ask, 0.05)
+        source = TimedScrape("the source", scrape, 0.05)
         assert await source.text() == ""
         waiting = [asyncio.create_task(source.text()) for _ in range(2)]
         await asyncio.sleep(0)
-        answer.set()
+        proceed.set()
         assert await asyncio.gather(*waiting) == ["x 1\n"] * 2
-        assert asked == 1
+        assert scrapes == 1
         assert await source.text() == "x 1\n"
         source.close()
 
     run_bounded(body())
 
 
-def test_a_source_that_fails_says_nothing_but_the_log_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_source_that_fails_is_empty_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        async def ask() -> str:
+        async def scrape() -> str:
             raise OSError("no file")
 
-        assert await TimedScrape("the engine", ask, 1.0).text() == ""
+        assert await TimedScrape("the engine", scrape, 1.0).text() == ""
 
     with caplog.at_level(logging.WARNING):
         run_bounded(body())
-    assert "the engine cannot tell its metrics" in caplog.text
+    assert "the metrics of the engine failed" in caplog.text

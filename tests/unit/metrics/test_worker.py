@@ -114,10 +114,10 @@ def test_the_load_of_several_ranks_is_added_up() -> None:
     assert value(metrics, "baton_engine_blocks", "free") == 116
 
 
-def test_orders_are_counted_by_verb_and_outcome() -> None:
+def test_commands_are_counted_by_name_and_outcome() -> None:
     metrics = WorkerMetrics("aggregated")
-    metrics.ordered("pause", "ok", 0.5)
-    metrics.ordered("pause", "conflict", 1.5)
+    metrics.count_command("pause", "ok", 0.5)
+    metrics.count_command("pause", "conflict", 1.5)
     assert value(metrics, "baton_commands_total", "pause", "ok") == 1
     assert value(metrics, "baton_commands_total", "pause", "conflict") == 1
     assert value(metrics, "baton_command_seconds_sum", "pause") == 2

@@ -1,4 +1,4 @@
-"""An engine over two machines: routers hear of both, by the name of the leader."""
+"""An engine over two machines: routers get the KV events of both from the leader."""
 
 import asyncio
 import logging
@@ -12,8 +12,7 @@ from baton.config.settings import Settings
 from baton.errors import EngineFailed
 from baton.ports.engine import EngineInfo
 from baton.ports.runtime import Context, Service
-from baton.process import follower_events as nodes
-from baton.process.follower_events import FollowerEvents, Listener, node_path
+from baton.process.follower_events import FollowerEvents, FollowerSubscriber, follower_path
 from baton.process.worker import Worker
 from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot, Reading
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
@@ -22,7 +21,7 @@ from baton.testing.fakes import SCRIPTED_INFO
 from baton.testing.memory_runtime import MemoryRuntime
 
 WELL: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
-PATH = node_path(Settings(), "aggregated", "10.0.0.1:5000")
+PATH = follower_path(Settings(), "aggregated", "10.0.0.1:5000")
 STORED = KvStored((1, 2), (5,) * 32, 16, dp_rank=1, parent_hash=7, cache_salt="a")
 LOAD = LoadSnapshot(1, 0, 3, 8, dp_rank=1)
 
@@ -32,7 +31,7 @@ def info(leader: bool, group: str) -> EngineInfo:
     return changed
 
 
-def test_what_a_node_sees_is_told_by_its_leader_and_by_no_other() -> None:
+def test_events_of_a_follower_are_published_by_its_leader_only() -> None:
     async def body() -> None:
         runtimes = [MemoryRuntime() for _ in range(3)]
         for runtime in runtimes[1:]:
@@ -49,91 +48,93 @@ def test_what_a_node_sees_is_told_by_its_leader_and_by_no_other() -> None:
         for event in ready:
             await event.wait()
         leader, other = runtimes[0].endpoints["baton.worker.generate"]
-        await eventually(lambda: leader.told[-2:] == [STORED, KvRemoved((2,), dp_rank=1)])
-        assert LOAD in leader.told
-        assert other.told == []
+        await eventually(lambda: leader.published[-2:] == [STORED, KvRemoved((2,), dp_rank=1)])
+        assert LOAD in leader.published
+        assert other.published == []
         stop.set()
         await asyncio.gather(*running)
 
     run_bounded(body())
 
 
-async def hear(runtime: MemoryRuntime, heard: list[Reading], count: int) -> None:
-    """Listen until so much has been heard, and leave."""
-    listening = asyncio.create_task(Listener(runtime, PATH, heard.append).run())
-    await eventually(lambda: len(heard) >= count)
-    listening.cancel()
+async def subscribe(runtime: MemoryRuntime, received: list[Reading], count: int) -> None:
+    """Subscribe until `count` readings have arrived."""
+    subscription = asyncio.create_task(FollowerSubscriber(runtime, PATH, received.append).run())
+    await eventually(lambda: len(received) >= count)
+    subscription.cancel()
     with suppress(asyncio.CancelledError):
-        await listening
+        await subscription
 
 
-def test_a_new_listener_begins_anew() -> None:
+def test_a_new_subscriber_starts_with_cleared_ranks() -> None:
     async def body() -> None:
-        runtime, voice = MemoryRuntime(), FollowerEvents()
+        runtime, events = MemoryRuntime(), FollowerEvents()
         await runtime.start()
-        await runtime.serve(PATH, voice.service)
-        heard: list[Reading] = []
-        voice.publish(STORED)
-        await hear(runtime, heard, 2)
-        assert heard == [KvCleared(1), STORED]
+        await runtime.serve(PATH, events.service)
+        received: list[Reading] = []
+        events.publish(STORED)
+        await subscribe(runtime, received, 2)
+        assert received == [KvCleared(1), STORED]
         again: list[Reading] = []
-        voice.publish(LOAD)
-        await hear(runtime, again, 2)
+        events.publish(LOAD)
+        await subscribe(runtime, again, 2)
         assert again == [KvCleared(1), LOAD]
         await runtime.shutdown()
 
     run_bounded(body())
 
 
-def test_what_nobody_hears_is_bounded() -> None:
+def test_unread_events_are_bounded() -> None:
     async def body() -> None:
-        voice = FollowerEvents()
-        for _ in range(nodes.MOST_UNREAD + 5):
-            voice.publish(STORED)
+        events = FollowerEvents(max_unread=100)
+        for _ in range(105):
+            events.publish(STORED)
         runtime = MemoryRuntime()
         await runtime.start()
-        await runtime.serve(PATH, voice.service)
-        heard: list[Reading] = []
-        await hear(runtime, heard, 6)
-        assert len(heard) < 10
-        assert heard[0] == KvCleared(1)
+        await runtime.serve(PATH, events.service)
+        received: list[Reading] = []
+        await subscribe(runtime, received, 6)
+        assert len(received) < 10
+        assert received[0] == KvCleared(1)
         await runtime.shutdown()
 
     run_bounded(body())
 
 
-class Mumbler:
-    """A node that can be heard only now and then."""
+class FlakyFollower:
+    """A follower that fails while `reachable` is not set."""
 
     def __init__(self) -> None:
-        self.clear = False
+        self.reachable = False
         self.calls = 0
 
-    async def say(self, _: None, context: Context) -> AsyncGenerator[Reading, None]:
+    async def stream(self, _: None, context: Context) -> AsyncGenerator[Reading, None]:
         self.calls += 1
-        if not self.clear:
-            raise EngineFailed("mumble")
+        if not self.reachable:
+            raise EngineFailed("unreachable")
         yield LOAD
-        await eventually(lambda: not self.clear)
-        raise EngineFailed("mumble")
+        await eventually(lambda: not self.reachable)
+        raise EngineFailed("unreachable")
 
 
-def test_a_node_that_cannot_be_heard_is_complained_of_once_until_it_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_follower_is_logged_once_until_it_is_reachable(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        runtime, mumbler, heard = MemoryRuntime(), Mumbler(), list[Reading]()
+        runtime, follower, received = MemoryRuntime(), FlakyFollower(), list[Reading]()
         await runtime.start()
-        await runtime.serve(PATH, Service(mumbler.say, lambda _: None, msgspec.to_builtins))
-        listening = asyncio.create_task(Listener(runtime, PATH, heard.append, look_s=0.005).run())
+        await runtime.serve(PATH, Service(follower.stream, lambda _: None, msgspec.to_builtins))
+        subscription = asyncio.create_task(
+            FollowerSubscriber(runtime, PATH, received.append, poll_interval_s=0.005).run()
+        )
         for turn in (1, 2):
-            calls = mumbler.calls
-            await eventually(lambda before=calls: mumbler.calls >= before + 3)
-            mumbler.clear = True
-            await eventually(lambda count=turn: len(heard) == count)
-            mumbler.clear = False
+            calls = follower.calls
+            await eventually(lambda before=calls: follower.calls >= before + 3)
+            follower.reachable = True
+            await eventually(lambda count=turn: len(received) == count)
+            follower.reachable = False
         await eventually(lambda: len(caplog.messages) == 5)
-        listening.cancel()
+        subscription.cancel()
         with suppress(asyncio.CancelledError):
-            await listening
+            await subscription
         await runtime.shutdown()
 
     with caplog.at_level(logging.INFO, "baton.process.follower_events"):

@@ -166,7 +166,7 @@ def test_load_is_published_for_every_role() -> None:
         running = asyncio.create_task(harness.run())
         await harness.ready.wait()
         [endpoint] = harness.runtime.endpoints["baton.decode.generate"]
-        await eventually(lambda: endpoint.told == [load])
+        await eventually(lambda: endpoint.published == [load])
         harness.stop.set()
         await running
 

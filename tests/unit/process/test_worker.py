@@ -1,4 +1,4 @@
-"""A whole worker in one process: it starts, serves, watches itself, drains and ends for the right reason."""
+"""A whole worker in one process: start, serve, canary and watchdog, drain, and the error it ends with."""
 
 import asyncio
 import gc
@@ -33,12 +33,12 @@ from baton.testing import Script, ScriptedEngine, eventually, run_bounded
 from baton.testing.memory_runtime import MemoryClient, MemoryEndpoint, MemoryRuntime
 
 PATH = "baton.worker.generate"
-WELL: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
+ONE_TOKEN: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
 PAUSED, CONTINUED = Outcome(message="paused", paused=True), Outcome(message="continued", paused=False)
 
 
-class House:
-    """A worker that runs, with everything around it."""
+class WorkerHarness:
+    """A worker on the in-memory runtime."""
 
     def __init__(self, engine: Engine, **settings: Any) -> None:
         self.engine = engine
@@ -69,25 +69,25 @@ class House:
 
 
 @asynccontextmanager
-async def living(engine: Engine, **settings: Any) -> AsyncIterator[House]:
-    """Run a worker until the end of the block, and see that it ends well."""
-    house = House(engine, **settings)
-    running = asyncio.create_task(house.run())
-    await asyncio.wait([running, asyncio.create_task(house.ready.wait())], return_when=asyncio.FIRST_COMPLETED)
+async def running_worker(engine: Engine, **settings: Any) -> AsyncIterator[WorkerHarness]:
+    """Run a worker until the end of the block; it must end without an error."""
+    harness = WorkerHarness(engine, **settings)
+    running = asyncio.create_task(harness.run())
+    await asyncio.wait([running, asyncio.create_task(harness.ready.wait())], return_when=asyncio.FIRST_COMPLETED)
     try:
-        yield house
+        yield harness
     finally:
-        house.stop.set()
+        harness.stop.set()
         await running
 
 
-async def last_words(house: House) -> BatonError:
-    """Run a worker until it fails, and return what it fails with."""
+async def failure_of(harness: WorkerHarness) -> BatonError:
+    """Run a worker until it fails, and return the error."""
     with pytest.raises(BatonError) as failure:
-        await house.run()
-    assert not house.worker.health().ready
+        await harness.run()
+    assert not harness.worker.health().ready
     with pytest.raises(PeerLost):
-        await house.call()
+        await harness.call()
     return failure.value
 
 
@@ -95,29 +95,29 @@ def tokens_of(replies: list[dict[str, Any]]) -> bytes:
     return bytes(token for reply in replies for token in reply["token_ids"])
 
 
-def test_a_worker_serves_what_it_announces() -> None:
+def test_a_worker_serves_the_model_that_it_registers() -> None:
     async def body() -> None:
-        async with living(EchoEngine(EchoOptions(context=64, blocks=32, max_running=3))) as house:
-            assert house.worker.health().ready
-            card = house.endpoint.card
+        async with running_worker(EchoEngine(EchoOptions(context=64, blocks=32, max_running=3))) as harness:
+            assert harness.worker.health().ready
+            card = harness.endpoint.card
             assert card is not None
             assert (card.name, card.model_input, card.context_length) == ("echo", "tokens", 64)
             assert (card.total_blocks, card.max_running, card.block_size) == (32, 3, 16)
-            replies = await house.call("hello")
+            replies = await harness.call("hello")
             assert tokens_of(replies) == b"hello"
             assert replies[-1]["finish_reason"] == "eos"
             assert replies[-1]["completion_usage"]["total_tokens"] == 10
-        assert not house.worker.health().ready
+        assert not harness.worker.health().ready
 
     run_bounded(body())
 
 
-def test_a_worker_that_accepts_text_serves_text() -> None:
+def test_a_worker_with_text_input_serves_text() -> None:
     async def body() -> None:
-        async with living(EchoEngine(), model_input="text") as house:
-            assert house.endpoint.card is not None
-            assert house.endpoint.card.model_input == "text"
-            client = await house.client()
+        async with running_worker(EchoEngine(), model_input="text") as harness:
+            assert harness.endpoint.card is not None
+            assert harness.endpoint.card.model_input == "text"
+            client = await harness.client()
             replies = [reply async for reply in client.call({"model": "echo", "prompt": "hello"})]
             assert replies[0]["object"] == "text_completion"
 
@@ -126,41 +126,41 @@ def test_a_worker_that_accepts_text_serves_text() -> None:
 
 def test_a_bad_request_never_harms_a_worker() -> None:
     async def body() -> None:
-        async with living(EchoEngine(EchoOptions(context=64, faults=True))) as house:
+        async with running_worker(EchoEngine(EchoOptions(context=64, faults=True))) as harness:
             for prompt in ([], [300], [1] * 64, "x", None):
                 with pytest.raises(InvalidRequest):
-                    await anext((await house.client()).call({"token_ids": prompt}))
+                    await anext((await harness.client()).call({"token_ids": prompt}))
             with pytest.raises(InvalidRequest):
-                await house.call("[[refuse]]")
+                await harness.call("[[refuse]]")
             with pytest.raises(EngineFailed):
-                await house.call("[[fail:3]]")
-            assert tokens_of(await house.call("fine")) == b"fine"
+                await harness.call("[[fail:3]]")
+            assert tokens_of(await harness.call("fine")) == b"fine"
 
     run_bounded(body())
 
 
 def test_more_requests_than_the_limit_are_refused() -> None:
     async def body() -> None:
-        async with living(EchoEngine(EchoOptions(pace_ms=5)), max_in_flight=1, drain_timeout_s=0.01) as house:
-            async with aclosing((await house.client()).call({"token_ids": [1] * 1000})) as first:
+        async with running_worker(EchoEngine(EchoOptions(pace_ms=5)), max_in_flight=1, drain_timeout_s=0.01) as harness:
+            async with aclosing((await harness.client()).call({"token_ids": [1] * 1000})) as first:
                 await anext(first)
                 with pytest.raises(Overloaded):
-                    await house.call()
-            await eventually(lambda: house.worker.gate.in_flight == 0)
-            assert tokens_of(await house.call("ok")) == b"ok"
+                    await harness.call()
+            await eventually(lambda: harness.worker.gate.in_flight == 0)
+            assert tokens_of(await harness.call("ok")) == b"ok"
 
     run_bounded(body())
 
 
-def test_a_client_that_leaves_frees_every_block() -> None:
+def test_a_client_that_disconnects_frees_every_block() -> None:
     async def body() -> None:
-        async with living(EchoEngine(EchoOptions(pace_ms=1))) as house:
-            async with aclosing((await house.client()).call({"token_ids": [1] * 4000})) as replies:
+        async with running_worker(EchoEngine(EchoOptions(pace_ms=1))) as harness:
+            async with aclosing((await harness.client()).call({"token_ids": [1] * 4000})) as replies:
                 await anext(replies)
-                await eventually(lambda: house.metric('baton_engine_blocks{use="used"}') > 0)
-                assert house.metric("baton_in_flight") == 1
-            await eventually(lambda: house.metric('baton_engine_blocks{use="used"}') == 0)
-            await eventually(lambda: house.metric("baton_in_flight") == 0)
+                await eventually(lambda: harness.metric('baton_engine_blocks{use="used"}') > 0)
+                assert harness.metric("baton_in_flight") == 1
+            await eventually(lambda: harness.metric('baton_engine_blocks{use="used"}') == 0)
+            await eventually(lambda: harness.metric("baton_in_flight") == 0)
 
     run_bounded(body())
 
@@ -168,21 +168,21 @@ def test_a_client_that_leaves_frees_every_block() -> None:
 # Starting
 
 
-def test_a_worker_whose_first_probe_fails_is_never_announced() -> None:
+def test_a_worker_whose_first_probe_fails_is_never_registered() -> None:
     async def body() -> None:
-        house = House(ScriptedEngine([EngineFailed("broken")]))
-        error = await last_words(house)
+        harness = WorkerHarness(ScriptedEngine([EngineFailed("broken")]))
+        error = await failure_of(harness)
         assert isinstance(error, EngineDead)
         assert "broken" in error.message
-        assert house.endpoint.card is None
-        assert not house.ready.is_set()
+        assert harness.endpoint.card is None
+        assert not harness.ready.is_set()
 
     run_bounded(body())
 
 
-def test_an_engine_that_dies_at_the_first_probe_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_dies_at_the_first_probe_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        error = await last_words(House(ScriptedEngine([EngineDead("out of memory")])))
+        error = await failure_of(WorkerHarness(ScriptedEngine([EngineDead("out of memory")])))
         assert "out of memory" in error.message
 
     run_bounded(body())
@@ -191,12 +191,12 @@ def test_an_engine_that_dies_at_the_first_probe_is_told_once(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("error", [ConfigError("no such model"), EngineDead("no memory")])
-def test_an_engine_that_cannot_start_says_why(error: BatonError) -> None:
+def test_an_engine_that_cannot_start_ends_the_worker_with_its_error(error: BatonError) -> None:
     async def body() -> None:
-        house = House(ScriptedEngine(start_error=error))
+        harness = WorkerHarness(ScriptedEngine(start_error=error))
         with pytest.raises(type(error), match=error.message):
-            await house.run()
-        assert not house.ready.is_set()
+            await harness.run()
+        assert not harness.ready.is_set()
 
     run_bounded(body())
 
@@ -207,11 +207,11 @@ class SlowEngine(ScriptedEngine):
         return await super().start()
 
 
-def test_a_start_that_takes_too_long_is_given_up() -> None:
+def test_a_start_that_takes_too_long_ends_the_worker() -> None:
     async def body() -> None:
-        house = House(SlowEngine(), start_timeout_s=0.05)
+        harness = WorkerHarness(SlowEngine(), start_timeout_s=0.05)
         with pytest.raises(EngineDead, match="start took longer"):
-            await house.run()
+            await harness.run()
 
     run_bounded(body())
 
@@ -222,7 +222,7 @@ def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("model", ["no/such/directory", "."])
-def test_a_model_directory_that_is_none_is_refused_by_name(model: str, tmp_path: Path) -> None:
+def test_a_path_that_is_no_model_directory_is_refused(model: str, tmp_path: Path) -> None:
     path = str(tmp_path / model)
     with pytest.raises(ConfigError, match="model directory"):
         prepare_model(msgspec.structs.replace(Settings(), engine="echo", model=path))
@@ -231,50 +231,50 @@ def test_a_model_directory_that_is_none_is_refused_by_name(model: str, tmp_path:
 # Draining
 
 
-def test_requests_that_run_finish_when_the_worker_is_told_to_stop() -> None:
+def test_running_requests_finish_when_the_worker_is_stopped() -> None:
     async def body() -> None:
-        async with living(EchoEngine(EchoOptions(pace_ms=5))) as house:
-            answer = asyncio.create_task(house.call("a" * 60))
-            await eventually(lambda: house.worker.gate.in_flight == 1)
-            house.stop.set()
-            await eventually(lambda: not house.endpoint.registered)
-            assert not house.worker.health().ready
+        async with running_worker(EchoEngine(EchoOptions(pace_ms=5))) as harness:
+            answer = asyncio.create_task(harness.call("a" * 60))
+            await eventually(lambda: harness.worker.gate.in_flight == 1)
+            harness.stop.set()
+            await eventually(lambda: not harness.endpoint.registered)
+            assert not harness.worker.health().ready
             with pytest.raises(PeerLost):
-                await house.call()
+                await harness.call()
             assert tokens_of(await answer) == b"a" * 60
 
     run_bounded(body())
 
 
-def test_requests_that_take_too_long_move_elsewhere() -> None:
+def test_requests_that_outlast_the_drain_get_a_retryable_error() -> None:
     async def body() -> None:
-        async with living(EchoEngine(EchoOptions(pace_ms=5)), drain_timeout_s=0.05) as house:
-            answer = asyncio.create_task(house.call("a" * 10_000))
-            await eventually(lambda: house.worker.gate.in_flight == 1)
-            house.stop.set()
+        async with running_worker(EchoEngine(EchoOptions(pace_ms=5)), drain_timeout_s=0.05) as harness:
+            answer = asyncio.create_task(harness.call("a" * 10_000))
+            await eventually(lambda: harness.worker.gate.in_flight == 1)
+            harness.stop.set()
             with pytest.raises(Draining):
                 await answer
 
     run_bounded(body())
 
 
-def test_a_worker_shows_signs_of_life_while_it_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_sends_heartbeats_while_it_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(supervisor: socket.socket) -> None:
         def beats() -> int:
-            heard = 0
+            count = 0
             while True:
                 try:
-                    heard += supervisor.recv(4096) == b"WATCHDOG=1"
+                    count += supervisor.recv(4096) == b"WATCHDOG=1"
                 except BlockingIOError:
-                    return heard
+                    return count
 
-        async with living(EchoEngine(EchoOptions(pace_ms=5)), drain_timeout_s=0.5) as house:
-            answer = asyncio.create_task(house.call("a" * 10_000))
-            await eventually(lambda: house.worker.gate.in_flight == 1)
+        async with running_worker(EchoEngine(EchoOptions(pace_ms=5)), drain_timeout_s=0.5) as harness:
+            answer = asyncio.create_task(harness.call("a" * 10_000))
+            await eventually(lambda: harness.worker.gate.in_flight == 1)
             await asyncio.sleep(0.1)
             assert beats() > 0
-            house.stop.set()
-            await eventually(lambda: not house.endpoint.registered)
+            harness.stop.set()
+            await eventually(lambda: not harness.endpoint.registered)
             beats()
             await asyncio.sleep(0.2)
             assert beats() > 0
@@ -293,63 +293,63 @@ def test_a_worker_shows_signs_of_life_while_it_drains(tmp_path: Path, monkeypatc
 
 def test_a_dead_engine_fails_its_requests_and_ends_the_worker() -> None:
     async def body() -> None:
-        house = House(EchoEngine(EchoOptions(pace_ms=5, faults=True)))
-        ending = asyncio.create_task(last_words(house))
-        await house.ready.wait()
-        bystander = asyncio.create_task(house.call("a" * 10_000))
-        await eventually(lambda: house.worker.gate.in_flight == 1)
+        harness = WorkerHarness(EchoEngine(EchoOptions(pace_ms=5, faults=True)))
+        ending = asyncio.create_task(failure_of(harness))
+        await harness.ready.wait()
+        other = asyncio.create_task(harness.call("a" * 10_000))
+        await eventually(lambda: harness.worker.gate.in_flight == 1)
         with pytest.raises(EngineDead):
-            await house.call("[[die:2]]")
+            await harness.call("[[die:2]]")
         with pytest.raises(EngineDead):
-            await bystander
+            await other
         assert isinstance(await ending, EngineDead)
 
     run_bounded(body())
 
 
-def test_a_stalled_engine_fails_its_requests_so_that_they_move_and_ends_the_worker() -> None:
+def test_a_stalled_engine_fails_its_requests_with_a_retryable_error_and_ends_the_worker() -> None:
     async def body() -> None:
-        house = House(EchoEngine(EchoOptions(pace_ms=5, faults=True)), stall_timeout_s=0.2)
-        ending = asyncio.create_task(last_words(house))
-        await house.ready.wait()
-        bystander = asyncio.create_task(house.call("a" * 10_000))
-        await eventually(lambda: house.worker.gate.in_flight == 1)
-        for stuck in (asyncio.create_task(house.call("[[stall:2]]")), bystander):
+        harness = WorkerHarness(EchoEngine(EchoOptions(pace_ms=5, faults=True)), stall_timeout_s=0.2)
+        ending = asyncio.create_task(failure_of(harness))
+        await harness.ready.wait()
+        other = asyncio.create_task(harness.call("a" * 10_000))
+        await eventually(lambda: harness.worker.gate.in_flight == 1)
+        for stuck in (asyncio.create_task(harness.call("[[stall:2]]")), other):
             with pytest.raises(EngineStalled) as failure:
                 await stuck
             assert failure.value.retryable
         assert isinstance(await ending, EngineStalled)
-        assert house.worker.gate.in_flight == 0
+        assert harness.worker.gate.in_flight == 0
 
     run_bounded(body())
 
 
-def test_a_failing_canary_takes_the_worker_out_and_brings_it_back() -> None:
+def test_a_failing_canary_deregisters_the_worker_until_it_succeeds() -> None:
     async def body() -> None:
-        engine = ScriptedEngine(WELL)
-        async with living(engine, canary_interval_s=0.01) as house:
+        engine = ScriptedEngine(ONE_TOKEN)
+        async with running_worker(engine, canary_interval_s=0.01) as harness:
             await eventually(lambda: len(engine.submitted) > 3)
-            assert house.endpoint.registered
+            assert harness.endpoint.registered
             engine.scripts = [[EngineFailed("failed")]]
-            await eventually(lambda: not house.endpoint.registered)
-            assert not house.worker.health().ready
-            assert house.metric("baton_healthy") == 0
+            await eventually(lambda: not harness.endpoint.registered)
+            assert not harness.worker.health().ready
+            assert harness.metric("baton_healthy") == 0
             with pytest.raises(PeerLost):
-                await house.call()
-            engine.scripts = [WELL]
-            await eventually(lambda: house.worker.health().ready)
-            assert house.endpoint.registered
-            assert tokens_of(await house.call()) == b"\x01"
+                await harness.call()
+            engine.scripts = [ONE_TOKEN]
+            await eventually(lambda: harness.worker.health().ready)
+            assert harness.endpoint.registered
+            assert tokens_of(await harness.call()) == b"\x01"
 
     run_bounded(body())
 
 
 def test_a_worker_whose_canary_never_recovers_ends() -> None:
     async def body() -> None:
-        engine = ScriptedEngine(WELL)
-        house = House(engine, canary_interval_s=0.01, stall_timeout_s=0.1)
-        ending = asyncio.create_task(last_words(house))
-        await house.ready.wait()
+        engine = ScriptedEngine(ONE_TOKEN)
+        harness = WorkerHarness(engine, canary_interval_s=0.01, stall_timeout_s=0.1)
+        ending = asyncio.create_task(failure_of(harness))
+        await harness.ready.wait()
         engine.scripts = [[EngineFailed("failed")]]
         assert isinstance(await ending, EngineStalled)
 
@@ -358,26 +358,26 @@ def test_a_worker_whose_canary_never_recovers_ends() -> None:
 
 def test_probes_are_not_refused_by_a_full_worker() -> None:
     async def body() -> None:
-        async with living(
+        async with running_worker(
             EchoEngine(EchoOptions(pace_ms=1)), max_in_flight=1, canary_interval_s=0.01, drain_timeout_s=0.01
-        ) as house:
-            answer = asyncio.create_task(house.call("a" * 200))
-            await eventually(lambda: house.worker.gate.in_flight == 1)
+        ) as harness:
+            answer = asyncio.create_task(harness.call("a" * 200))
+            await eventually(lambda: harness.worker.gate.in_flight == 1)
             await asyncio.sleep(0.1)
-            assert house.endpoint.registered
+            assert harness.endpoint.registered
             assert tokens_of(await answer) == b"a" * 200
 
     run_bounded(body())
 
 
-def test_an_engine_that_stalls_while_the_worker_drains_is_not_waited_for() -> None:
+def test_a_stall_ends_the_drain() -> None:
     async def body() -> None:
-        house = House(EchoEngine(EchoOptions(faults=True)), stall_timeout_s=0.2, drain_timeout_s=3600.0)
-        ending = asyncio.create_task(last_words(house))
-        await house.ready.wait()
-        stuck = asyncio.create_task(house.call("[[stall]]"))
-        await eventually(lambda: house.worker.gate.in_flight == 1)
-        house.stop.set()
+        harness = WorkerHarness(EchoEngine(EchoOptions(faults=True)), stall_timeout_s=0.2, drain_timeout_s=3600.0)
+        ending = asyncio.create_task(failure_of(harness))
+        await harness.ready.wait()
+        stuck = asyncio.create_task(harness.call("[[stall]]"))
+        await eventually(lambda: harness.worker.gate.in_flight == 1)
+        harness.stop.set()
         with pytest.raises(EngineStalled):
             await stuck
         assert isinstance(await ending, EngineStalled)
@@ -385,22 +385,22 @@ def test_an_engine_that_stalls_while_the_worker_drains_is_not_waited_for() -> No
     run_bounded(body())
 
 
-def test_a_worker_that_discovery_has_lost_ends_and_one_that_is_away_by_order_does_not() -> None:
+def test_a_worker_that_discovery_has_lost_ends_and_a_paused_one_does_not() -> None:
     async def body() -> None:
         can = Capabilities(pause_modes=frozenset({"keep"}))
-        engine = ScriptedEngine(WELL, capabilities=can, control=[PAUSED, CONTINUED])
-        house = House(engine, canary_interval_s=0.05)
-        running = asyncio.create_task(house.run())
-        await house.ready.wait()
-        controller = house.worker.control()
+        engine = ScriptedEngine(ONE_TOKEN, capabilities=can, control=[PAUSED, CONTINUED])
+        harness = WorkerHarness(engine, canary_interval_s=0.05)
+        running = asyncio.create_task(harness.run())
+        await harness.ready.wait()
+        controller = harness.worker.control()
         assert controller is not None
         assert (await controller.execute(Pause())).paused
-        assert not house.endpoint.is_registered
+        assert not harness.endpoint.is_registered
         await asyncio.sleep(0.3)
         assert not (await controller.execute(Continue())).paused
         await asyncio.sleep(0.3)
         assert not running.done()
-        house.endpoint.registered = False
+        harness.endpoint.registered = False
         with pytest.raises(EngineDead, match="discovery has lost"):
             await running
 

@@ -1,41 +1,41 @@
-"""The operator's routes as an OpenAPI document, from the table and the structs."""
+"""The OpenAPI document of the control API, from the table of commands and their structs."""
 
 import inspect
 from typing import cast, get_args
 
 import msgspec
 
-from baton.control.http.route_table import PREFIX, ROUTES, Route
-from baton.control.http.shapes import ProblemReply
+from baton.control.http.command_table import COMMAND_PATHS, PREFIX, CommandPath
+from baton.control.http.schemas import ProblemReply
 from baton.protocol.commands import Command
 
 Json = dict[str, object]
 
 _REFUSALS = {
-    "400": "The body is not JSON, or the engine cannot do it as asked; nothing has changed",
+    "400": "The body is not JSON, or the engine refuses the command; nothing has changed",
     "401": "The token is missing or wrong",
-    "403": "The call comes from a page in a browser",
-    "409": "It contradicts what holds now, and can be right later; nothing has changed",
+    "403": "The request was sent by a web page",
+    "409": "The command conflicts with the current state, and may be valid later; nothing has changed",
     "413": "The body is too large",
-    "422": "The body does not fit: `field` says where",
-    "500": "It was tried and failed; the worker is as it was",
-    "501": "This engine has no such verb, tag, mode or source",
-    "503": "The worker starts or shuts down, or its engine is stuck or dead",
+    "422": "The body does not fit the command; `field` is the field at fault",
+    "500": "The command failed; the worker is in its previous state",
+    "501": "The engine does not support this command, memory tag, pause mode or weight source",
+    "503": "The worker is starting or shutting down, or its engine is stalled or dead",
 }
 
 
 def document(version: str) -> Json:
     """Return the OpenAPI 3.1 document of `/control/`, for a Baton of `version`."""
-    types = [kind for route in ROUTES for kind in (route.command, route.reply) if kind is not None]
+    types = [kind for entry in COMMAND_PATHS for kind in (entry.command, entry.reply) if kind is not None]
     _, schemas = msgspec.json.schema_components([*types, ProblemReply], ref_template="#/components/schemas/{name}")
     for name, schema in schemas.items():
         _tidy(name, schema)
     paths: dict[str, Json] = {}
-    for route in ROUTES:
-        paths.setdefault(f"{PREFIX}{route.path}", {})[route.method.lower()] = _operation(route)
+    for entry in COMMAND_PATHS:
+        paths.setdefault(f"{PREFIX}{entry.path}", {})[entry.method.lower()] = _operation(entry)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Baton worker control", "version": version},
+        "info": {"title": "Baton control API", "version": version},
         "security": [{}, {"token": []}],
         "paths": paths,
         "components": {
@@ -45,18 +45,18 @@ def document(version: str) -> Json:
     }
 
 
-def _operation(route: Route) -> Json:
+def _operation(entry: CommandPath) -> Json:
     operation: Json = {
-        "operationId": f"{route.method.lower()}_{route.path.replace('/', '_')}",
-        "summary": route.summary,
+        "operationId": f"{entry.method.lower()}_{entry.path.replace('/', '_')}",
+        "summary": entry.summary,
         "responses": {
-            "200": {"description": "Done", "content": _json(route.reply)},
+            "200": {"description": "Done", "content": _json(entry.reply)},
             **{status: {"description": text, "content": _json(ProblemReply)} for status, text in _REFUSALS.items()},
         },
     }
-    if route.method == "POST" and route.command is not None:
-        needed = any(field.required for field in msgspec.structs.fields(route.command))
-        operation["requestBody"] = {"required": needed, "content": _json(route.command)}
+    if entry.method == "POST" and entry.command is not None:
+        needed = any(field.required for field in msgspec.structs.fields(entry.command))
+        operation["requestBody"] = {"required": needed, "content": _json(entry.command)}
     return operation
 
 
@@ -64,12 +64,12 @@ def _json(kind: type[msgspec.Struct]) -> Json:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
 
 
-_VERBS = {kind.__name__ for kind in get_args(Command)}
+_COMMANDS = {kind.__name__ for kind in get_args(Command)}
 
 
 def _tidy(name: str, schema: Json) -> None:
-    """Mend what msgspec cannot know: the path says which verb it is, and docstrings are indented."""
-    if name in _VERBS:
+    """Correct what msgspec cannot know: the path replaces `type`, and docstrings are indented."""
+    if name in _COMMANDS:
         required = [field for field in cast(list[str], schema["required"]) if field != "type"]
         schema["required"] = required
         if not required:

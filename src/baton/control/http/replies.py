@@ -1,9 +1,9 @@
-"""How the system server answers: structs as JSON, and errors by one table.
+"""Replies of the system server: structs as JSON, and errors by one table.
 
-our error                            status
-a body that does not fit             422, with the field
-Unsupported                          501
-all others                           the error's own: 400, 409, 500, 503
+error           status
+BadBody         422, with the field
+Unsupported     501
+all others      the error's own: 400, 409, 500, 503
 """
 
 import logging
@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from baton.control.http.shapes import Problem, ProblemReply
+from baton.control.http.schemas import Problem, ProblemReply
 from baton.errors import BatonError, InvalidRequest, Unsupported
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ OK = "ok"
 
 
 class BadBody(InvalidRequest):
-    """The body of an order does not fit; `field` is what of it, or None if it is the whole."""
+    """The body does not fit the command; `field` is the field at fault, None for the whole body."""
 
     status = 422
 
@@ -32,52 +32,52 @@ class BadBody(InvalidRequest):
         self.field = field
 
 
-class Answered(NamedTuple):
-    """An answer with what is to be told of it: "ok" or the code of an error, and its message."""
+class Reply(NamedTuple):
+    """A response with its outcome, "ok" or the code of an error, and the error's message."""
 
     response: web.StreamResponse
     outcome: str
     message: str
 
 
-async def answered(request: web.Request, handler: Handler) -> Answered:
-    """Return what `handler` answers to `request`, or what the error that it raises becomes."""
+async def reply_of(request: web.Request, handler: Handler) -> Reply:
+    """Return the response of `handler` to `request`, or that of the error that it raises."""
     try:
-        return Answered(await handler(request), OK, "")
+        return Reply(await handler(request), OK, "")
     except BatonError as error:
-        return Answered(refusal_of(error), error.code, error.message)
+        return Reply(reply_to_error(error), error.code, error.message)
     except web.HTTPException as error:
-        return _by_aiohttp(request, error)
+        return _aiohttp_reply(request, error)
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        return Answered(refusal(500, "internal", "internal error"), "internal", "internal error")
+        return Reply(error_reply(500, "internal", "internal error"), "internal", "internal error")
 
 
-def answer(value: msgspec.Struct, status: int = 200) -> web.Response:
-    """Return `value` as JSON."""
+def json_reply(value: msgspec.Struct, status: int = 200) -> web.Response:
+    """Return a response with `value` as JSON."""
     body = msgspec.json.encode(value, order="deterministic")
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-def refusal(status: int, code: str, message: str, field: str | None = None) -> web.Response:
-    """Return an answer that says what went wrong."""
-    return answer(ProblemReply(error=Problem(code=code, message=message, field=field)), status)
+def error_reply(status: int, code: str, message: str, field: str | None = None) -> web.Response:
+    """Return a response with an error."""
+    return json_reply(ProblemReply(error=Problem(code=code, message=message, field=field)), status)
 
 
-def refusal_of(error: BatonError) -> web.Response:
-    """Return what `error` becomes."""
+def reply_to_error(error: BatonError) -> web.Response:
+    """Return the response for `error`."""
     status = 501 if isinstance(error, Unsupported) else error.status
-    return refusal(status, error.code, error.message, error.field if isinstance(error, BadBody) else None)
+    return error_reply(status, error.code, error.message, error.field if isinstance(error, BadBody) else None)
 
 
-def _by_aiohttp(request: web.Request, error: web.HTTPException) -> Answered:
-    """Return aiohttp's own refusal (no such route, wrong method) in our words, with its headers."""
+def _aiohttp_reply(request: web.Request, error: web.HTTPException) -> Reply:
+    """Return aiohttp's own error (unknown path, wrong method) in our format, with its headers."""
     code = _reason_code(error.status)
     message = f"{request.method} {request.path}: {error.reason}"
-    response = refusal(error.status, code, message)
+    response = error_reply(error.status, code, message)
     if allowed := error.headers.get("Allow"):
         response.headers["Allow"] = allowed
-    return Answered(response, code, message)
+    return Reply(response, code, message)
 
 
 def _reason_code(status: int) -> str:
@@ -85,7 +85,7 @@ def _reason_code(status: int) -> str:
 
 
 def field_of(problem: str) -> str | None:
-    """Return the path of the field that a complaint of msgspec is about, such as `source.path`."""
+    """Return the path of the field in a validation error of msgspec, such as `source.path`."""
     what, _, place = problem.partition(" - at `$")
     named = re.search(r"(?:unknown|missing required) field `([^`]+)`", what)
     path = place.rstrip("`").lstrip(".")

@@ -1,7 +1,6 @@
-"""The system server: `/live`, `/health`, `/metrics` and the operator's routes of one worker, in its event loop.
+"""The system server: `/live`, `/health`, `/metrics` and the control API of one process, in its event loop.
 
-It is the first thing of a worker to start and the last to stop, so it knows the worker only as a `Subject` that comes
-later.
+It starts before everything else and stops last, so its `Subject` is set later.
 """
 
 import errno
@@ -14,61 +13,63 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from baton import __version__
+from baton.control.http.command_table import PREFIX
+from baton.control.http.control_api import ControlApi, Controlled
 from baton.control.http.openapi import document
-from baton.control.http.replies import answer, answered, refusal
-from baton.control.http.route_table import PREFIX
-from baton.control.http.routes import ControlRoutes, Operated
-from baton.control.http.shapes import Health
+from baton.control.http.replies import error_reply, json_reply, reply_of
+from baton.control.http.schemas import Health
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 128
-STOP_S = 1.0
+STOP_TIMEOUT_S = 1.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STARTING = Health(ready=False, state="starting")
 
 
-class Subject(Operated, Protocol):
-    """The worker that a system server tells of. Called in the event loop."""
+class Subject(Controlled, Protocol):
+    """The process that a system server reports on. Called in the event loop."""
 
     def health(self) -> Health:
-        """Return how the worker is. Cheap."""
+        """Return the health of the process. Cheap."""
 
     async def metrics(self) -> str:
         """Return all metrics as Prometheus text, within seconds."""
 
 
 class SystemServer:
-    """Listens from `start` to `aclose`. Until there is a subject it is "starting"."""
+    """Listens from `start` to `aclose`. Until it has a subject, the state is "starting"."""
 
     def __init__(self, host: str, port: int, *, accepts_commands: bool, token: str = "") -> None:
         self._host = host
         self._port = port
-        self._control = ControlRoutes(token, lambda: self.subject) if accepts_commands else None
+        self._control = ControlApi(token, lambda: self.subject) if accepts_commands else None
         self._runner: web.AppRunner | None = None
         self.subject: Subject | None = None
 
     @property
     def port(self) -> int:
-        """Where it listens; the one that the kernel has chosen if it was to be any."""
+        """The port it listens on; after `start`, never 0."""
         return self._port
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The URL of the server."""
         return f"http://[{self._host}]:{self._port}" if ":" in self._host else f"http://{self._host}:{self._port}"
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError, naming the flag, if the address cannot be had."""
+        """Listen. Raises ConfigError, naming the flag, if the address cannot be used."""
         listener = _listener(self._host, self._port)
         self._port = int(listener.getsockname()[1])
-        self._runner = web.AppRunner(self._app(), access_log=None, handle_signals=False, shutdown_timeout=STOP_S)
+        self._runner = web.AppRunner(
+            self._app(), access_log=None, handle_signals=False, shutdown_timeout=STOP_TIMEOUT_S
+        )
         await self._runner.setup()
         await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
 
     async def aclose(self) -> None:
-        """Listen no more; calls that run get `STOP_S`. Idempotent, and valid before `start`."""
+        """Stop listening; running requests get `STOP_TIMEOUT_S`. Idempotent, and valid before `start`."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -85,21 +86,21 @@ class SystemServer:
 
     def _middleware(self) -> Middleware:
         @web.middleware
-        async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        async def reply_to_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             if not request.path.startswith(PREFIX):
-                return (await answered(request, handler)).response
+                return (await reply_of(request, handler)).response
             if self._control is None:
-                return refusal(404, "control_off", "this worker takes no orders; see --control and --control-token")
-            return await self._control.guarded(request, handler)
+                return error_reply(404, "control_off", "the control API is off; see --control and --control-token")
+            return await self._control.serve(request, handler)
 
-        return answer_errors
+        return reply_to_errors
 
     async def _live(self, _: web.Request) -> web.Response:
         return web.json_response({"live": True})
 
     async def _health(self, _: web.Request) -> web.Response:
         health = self.subject.health() if self.subject is not None else STARTING
-        return answer(health, 200 if health.ready else 503)
+        return json_reply(health, 200 if health.ready else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = await self.subject.metrics() if self.subject is not None else ""
@@ -110,7 +111,7 @@ class SystemServer:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the first address that `host` stands for."""
+    """Return a socket that listens on the first address of `host`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -1,7 +1,7 @@
 """Pausing SGLang, releasing its memory, and clearing its cache.
 
 `control/` owns the state: which pause holds and which memory is released. Here are the operations. SGLang dies when
-memory that requests use is released, so a release stops generation first and leaves it stopped.
+memory that requests use is released, so generation stops before a release, and stays stopped.
 """
 
 from collections.abc import AsyncIterator
@@ -104,10 +104,10 @@ class PauseCommands:
     async def _release(self, tags: tuple[str, ...]) -> Outcome:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        if self._retracts:
-            await self._hold("retract")
-        else:
+        if not self._retracts:
             self._refuse_while_busy()
+        elif not self._requests.held:
+            await self._hold("retract")
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)), None)
         return Outcome(message=f"released {' and '.join(tags)}")
 

@@ -1,4 +1,4 @@
-"""Which TensorRT-LLM is installed, and what of it is used: probed once, before an engine is made."""
+"""Which TensorRT-LLM is installed, and the classes that the adapter uses: probed once, before an engine is built."""
 
 import functools
 import importlib
@@ -8,14 +8,14 @@ from typing import cast
 
 import msgspec
 
-from baton.engines.trtllm.foreign import (
+from baton.engines.trtllm.library_types import (
     ArgumentsModel,
     Make,
     MakeCollector,
     MakeDisaggregated,
     MakeEncoder,
     MakeGuided,
-    MakeId13,
+    MakeHandoffId13,
     MakeLlm,
     MakeLogprob,
     MakeLora,
@@ -27,7 +27,7 @@ from baton.errors import ConfigError
 
 SUPPORTED = ((1, 2), (1, 3))
 
-# Where each class is; the first part, tensorrt_llm, is left out.
+# The path of each class, without the leading tensorrt_llm.
 PATHS = {
     "llm": "llmapi.llm.LLM",
     "autodeploy_llm": "_torch.auto_deploy.llm.LLM",
@@ -57,16 +57,16 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     priority: bool  # requests have one
-    zero_logprobs: bool  # 0 asks for the chosen token only; before, 0 is off
+    zero_logprobs: bool  # 0 is the chosen token only; before, 0 is off
     thinking_budget: bool
-    handoff_ids: bool  # a hand-off has an id that is unique among workers, and carries log-probabilities
-    kv_capacity: bool  # the size of the KV cache can be asked for; before, only an iteration tells it
+    handoff_ids: bool  # a handoff has an id that is unique among workers, and log-probabilities
+    kv_capacity: bool  # there is a call for the size of the KV cache; before, it is in the statistics of an iteration
     health_check: bool
     iteration_metrics: bool
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """The library, or a double of it: everything that the adapter calls."""
+    """The library, or a double of it: the classes and functions that the adapter uses."""
 
     features: Features
     llm: MakeLlm
@@ -86,13 +86,13 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     encoder: Callable[[], MakeEncoder]
     shared_tensors: Callable[[], SharedTensors]
     engine_dead_error: type[Exception] | None
-    new_handoff_id: MakeId13 | None
+    new_handoff_id: MakeHandoffId13 | None
     tensor: Callable[[list[float]], object]
     gpu_count: Callable[[], int]
 
 
 def features_of(version: str) -> Features:
-    """Return what `version` can do. Raises ConfigError for a version that this adapter has not been written for."""
+    """Return the features of `version`. Raises ConfigError for a version that the adapter does not support."""
     found = re.match(r"(\d+)\.(\d+)", version)
     known = (int(found[1]), int(found[2])) if found else None
     if known not in SUPPORTED:
@@ -121,7 +121,7 @@ def load() -> Library:
             f"TensorRT-LLM cannot be imported: {error}; it needs an NVIDIA GPU: pip install 'baton-serve[trtllm]'"
         ) from error
     features = features_of(str(root.__version__))
-    # They bring in much that the usual engine does not need, so they wait until they are asked for.
+    # Their imports are large and most engines do not need them, so they are imported when used.
     late = ("autodeploy_llm", "autodeploy_arguments", "encoder", "shared_tensors")
     fetched = {name: _fetch(path) for name, path in PATHS.items() if name not in late}
     fetched |= {name: _fetch(path) if features.handoff_ids else None for name, path in PATHS_13.items()}
@@ -131,7 +131,7 @@ def load() -> Library:
 
 
 def _library(features: Features, fetched: dict[str, object]) -> Library:
-    make = cast(Callable[..., Library], Library)  # what was fetched by name has no types before it is in the struct
+    make = cast(Callable[..., Library], Library)  # objects fetched by name have no static type
     return make(features=features, **fetched)
 
 

@@ -1,9 +1,9 @@
-"""What a prefill hands to a decode, as plain JSON: bytes as base64, log-probabilities as lists. Pure.
+"""The library's DisaggregatedParams on the wire from prefill to decode, as plain JSON: bytes as base64. Pure.
 
-The keys are the library's own names, and `prompt_token_ids`, the prompt as the prefill has computed it, if that is not
-the client's: with images it is longer. Where the embeddings of those are is not told: the decode has them in the KV,
-and its engine refuses to hear of them. JSON has no numbers as keys, so the log-probabilities of a position are a list
-of {token_id, logprob, rank}.
+The keys are the library's names, and `prompt_token_ids`, the prompt as the prefill has computed it, if that is not the
+client's: with images it is longer. Handles of embeddings are left out: the KV contains them, and the decode's engine
+rejects them. JSON has no numbers as keys, so the log-probabilities of a position are a list of
+{token_id, logprob, rank}.
 """
 
 import base64
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.foreign import (
+from baton.engines.trtllm.library_types import (
     DisaggregatedFields13,
     DisaggregatedParams,
     DisaggregatedParams13,
@@ -23,17 +23,17 @@ from baton.engines.trtllm.foreign import (
     Logprob,
     TokenLogprob,
 )
-from baton.engines.trtllm.handles import Handles
+from baton.engines.trtllm.media_handles import Handles
 from baton.errors import EngineFailed, InvalidRequest
 
 CONTEXT_ONLY = "context_only"
 GENERATION_ONLY = "generation_only"
-WHOLE = "context_and_generation"
+CONTEXT_AND_GENERATION = "context_and_generation"
 
 Id = Annotated[int, Meta(ge=0)]
 
-# What others on the way add for themselves.
-_NOT_OURS = frozenset({"worker_id"})
+# Keys that the frontend adds.
+_FRONTEND_KEYS = frozenset({"worker_id"})
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,8 +42,8 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int | None = None
 
 
-class _Params(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The hand-off on the wire."""
+class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The handoff on the wire."""
 
     request_type: str
     first_gen_tokens: list[int] | None = None
@@ -68,13 +68,13 @@ _SINCE_13 = ("first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_inf
 def encode(
     params: DisaggregatedParams | None, library: Library, media: tuple[Handles, list[int]] | None = None
 ) -> dict[str, object]:
-    """Return what to send to the decode. Raises EngineFailed when the prefill has told nothing that could be taken.
+    """Return the parameters for the decode. Raises EngineFailed if the prefill returned none.
 
-    `media` is for a prompt that came with handles: those, and the prompt as it was computed.
+    `media` is for a prompt with media handles: the handles, and the prompt as it was computed.
     """
     if params is None or params.opaque_state is None:
-        raise EngineFailed("the prefill ended without saying where its KV is")
-    wire = _Params(
+        raise EngineFailed("the prefill ended without the location of its KV")
+    wire = HandoffParams(
         request_type=CONTEXT_ONLY,
         first_gen_tokens=params.first_gen_tokens,
         ctx_request_id=params.ctx_request_id,
@@ -105,9 +105,9 @@ def encode(
     return plain
 
 
-def decode(sent: Mapping[str, object], library: Library) -> object:
-    """Return the library's parameters for going on from what was sent. Raises InvalidRequest, naming the field."""
-    wire = _read(sent)
+def decode(params: Mapping[str, object], library: Library) -> object:
+    """Return the library's parameters to continue from the KV of `params`. Raises InvalidRequest, naming the field."""
+    wire = _read(params)
     fields = DisaggregatedFields13(
         request_type=GENERATION_ONLY,
         first_gen_tokens=wire.first_gen_tokens,
@@ -119,29 +119,31 @@ def decode(sent: Mapping[str, object], library: Library) -> object:
         mrope_position_deltas_handle=wire.mrope_position_deltas_handle,
     )
     if library.features.handoff_ids:
-        fields["first_gen_log_probs"] = _rebuilt(wire, library)
+        fields["first_gen_log_probs"] = _to_library(wire, library)
         fields["disagg_request_id"] = wire.disagg_request_id
         fields["ctx_dp_rank"] = wire.ctx_dp_rank
         fields["ctx_info_endpoint"] = wire.ctx_info_endpoint
         fields["schedule_style"] = wire.schedule_style
         fields["ctx_usage"] = wire.ctx_usage
-    elif told := [
+    elif newer := [
         name for name, value in msgspec.structs.asdict(wire).items() if name in _SINCE_13 and value is not None
     ]:
         raise InvalidRequest(
-            f"prefill_result.disaggregated_params.{told[0]}: the prefill runs TensorRT-LLM 1.3 and this decode 1.2"
+            f"prefill_result.disaggregated_params.{newer[0]}: the prefill runs TensorRT-LLM 1.3 and this decode 1.2"
         )
     return library.disaggregated_params(**fields)
 
 
-def prompt_of(sent: Mapping[str, object]) -> list[int] | None:
-    """Return the prompt as the prefill has computed it, if it says so. Raises InvalidRequest."""
-    return _read(sent).prompt_token_ids
+def prompt_of(params: Mapping[str, object]) -> list[int] | None:
+    """Return the prompt as the prefill has computed it, if it differs. Raises InvalidRequest."""
+    return _read(params).prompt_token_ids
 
 
-def _read(sent: Mapping[str, object]) -> _Params:
+def _read(params: Mapping[str, object]) -> HandoffParams:
     try:
-        return msgspec.convert({key: value for key, value in sent.items() if key not in _NOT_OURS}, _Params)
+        return msgspec.convert(
+            {key: value for key, value in params.items() if key not in _FRONTEND_KEYS}, HandoffParams
+        )
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"prefill_result.disaggregated_params: {error}") from None
 
@@ -157,11 +159,11 @@ def _entries(position: TokenLogprob, tokens: list[int]) -> list[_Entry]:
     if position is None:
         return []
     if isinstance(position, Mapping):
-        return [_Entry(int(token), float(told.logprob), told.rank) for token, told in position.items()]
+        return [_Entry(int(token), float(entry.logprob), entry.rank) for token, entry in position.items()]
     return [_Entry(token, float(position)) for token in tokens]
 
 
-def _rebuilt(wire: _Params, library: Library) -> list[TokenLogprob] | None:
+def _to_library(wire: HandoffParams, library: Library) -> list[TokenLogprob] | None:
     if wire.first_gen_log_probs is None:
         return None
     return [_position(entries, library) for entries in wire.first_gen_log_probs]
@@ -173,8 +175,8 @@ def _position(entries: list[_Entry], library: Library) -> dict[int, Logprob]:
 
 def _bytes(text: str | None) -> bytes:
     if text is None:
-        raise InvalidRequest("prefill_result.disaggregated_params.opaque_state: it is missing")
+        raise InvalidRequest("prefill_result.disaggregated_params.opaque_state: missing")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequest("prefill_result.disaggregated_params.opaque_state: it is not base64") from None
+        raise InvalidRequest("prefill_result.disaggregated_params.opaque_state: not valid base64") from None

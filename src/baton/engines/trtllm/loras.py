@@ -1,15 +1,20 @@
-"""LoRA adapters by name. The library reads one from its directory with the first request that names it, and has no
-way to be told of one before, or to forget one: its own cache of adapters does that."""
+"""LoRA adapters by name.
+
+The library reads an adapter from its directory with the first request that names it. It has no call to load or unload
+one: its own cache does that.
+"""
 
 import itertools
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from baton.engines.trtllm.compat import Library
-from baton.errors import InvalidRequest
+from baton.errors import ConfigError, InvalidRequest
+from baton.protocol.commands import ListLoras, LoadLora, Outcome, UnloadLora
 
 
 class Loras:
-    """The names that requests may use."""
+    """The adapters that requests may name."""
 
     def __init__(self) -> None:
         self._paths: dict[str, tuple[int, Path]] = {}
@@ -17,11 +22,35 @@ class Loras:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name, in the order in which they came."""
+        """Every name, in the order of loading."""
         return tuple(self._paths)
 
+    def add_configured(self, paths: object) -> None:
+        """Add the directories of `lora_config.lora_dir`, each under its own name. Raises ConfigError."""
+        for path in paths if isinstance(paths, list) else ():
+            try:
+                self.add(Path(path).name, Path(path))
+            except InvalidRequest as error:
+                raise ConfigError(f"lora_config.lora_dir: {error.message}") from error
+
+    async def execute(
+        self, command: LoadLora | UnloadLora | ListLoras, wait_for_users: Callable[[str], Awaitable[None]]
+    ) -> Outcome:
+        """See `Engine.execute`. Unloading waits until no request uses the adapter."""
+        match command:
+            case LoadLora():
+                self.add(command.name, Path(command.path))
+                message = f"added {command.name}; it is read with its first request"
+            case UnloadLora():
+                self.remove(command.name)
+                await wait_for_users(command.name)
+                message = f"removed {command.name}"
+            case ListLoras():
+                message = f"{len(self._paths)} adapters"
+        return Outcome(message=message, adapters=self.names)
+
     def add(self, name: str, path: Path) -> None:
-        """Take one in. Raises InvalidRequest."""
+        """Let requests use it. Raises InvalidRequest."""
         if name in self._paths:
             raise InvalidRequest(f"name: an adapter {name!r} is loaded already")
         if not path.is_dir():
@@ -29,16 +58,17 @@ class Loras:
         self._paths[name] = (next(self._ids), path)
 
     def remove(self, name: str) -> None:
-        """Let no further request use it. Its number is not used again: the library may still have it. Raises
-        InvalidRequest."""
+        """Let no further request use it. Its id is not used again, because the library may still cache the adapter.
+
+        Raises InvalidRequest.
+        """
         if self._paths.pop(name, None) is None:
             raise InvalidRequest(f"name: no adapter {name!r} is loaded")
 
     def request(self, name: str, library: Library) -> object:
-        """Return what asks the library to use it. Raises InvalidRequest."""
+        """Return the library's LoRARequest for `name`. Raises InvalidRequest."""
         if name not in self._paths:
-            raise InvalidRequest(
-                f"lora_name: no adapter {name!r} is loaded; there are: {', '.join(self.names) or 'none'}"
-            )
+            loaded = ", ".join(self.names) or "none"
+            raise InvalidRequest(f"lora_name: no adapter {name!r} is loaded; loaded are: {loaded}")
         number, path = self._paths[name]
         return library.lora_request(lora_name=name, lora_int_id=number, lora_path=str(path))

@@ -1,6 +1,7 @@
 """Calls from this process to others, as our Client."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
@@ -11,16 +12,18 @@ from baton.ports.runtime import Context, Wire
 from baton.protocol.ids import new_request_id
 from baton.runtimes.dynamo.errors import from_runtime
 
-# A peer that hears that nobody listens ends the stream. One that is frozen does not hear it.
-LEAVE_S = 0.5
+log = logging.getLogger(__name__)
+
+# A peer that gets the cancellation ends the stream. One that is frozen does not get it.
+CANCEL_GRACE_S = 0.5
 
 
 class DynamoClient:
-    """See `Client`."""
+    """See `Client`. With a KV router, calls that name no instance go where their prefix is cached."""
 
-    def __init__(self, raw: _core.Client, chooser: "KvChooser | None" = None) -> None:
+    def __init__(self, raw: _core.Client, router: _core.KvRouter | None = None) -> None:
         self._raw = raw
-        self._chooser = chooser
+        self._router = router
 
     def instances(self) -> list[int]:
         """See `Client.instances`."""
@@ -37,28 +40,25 @@ class DynamoClient:
         self, request: Wire, instance: int | None = None, parent: Context | None = None
     ) -> AsyncGenerator[Wire, None]:
         """See `Client.call`."""
-        metadata = dict(parent.trace_headers) if parent else None
-        context = _core.Context(new_request_id(parent.id if parent else "call"), metadata)
-        call = _Call(context)
-        seat = _Seat(self._chooser, context.id()) if instance is None and self._chooser is not None else None
+        context = _context_of(parent)
+        call = _OutgoingCall(context)
+        routed = _RoutedRequest(self._router if instance is None else None, context.id())
         if parent is not None:
-            parent.on_cancel(call.leave)
+            parent.on_cancel(call.cancel)
         try:
-            if seat is not None:
-                request, instance = await call.wait(seat.take(request))
+            if routed.is_routed:
+                request, instance = await call.wait(asyncio.ensure_future(routed.route(request)))
             replies = await call.start(self._send(request, instance, context))
             while (reply := await call.next(replies)) is not None:
-                if seat is not None:
-                    seat.begin()
+                routed.mark_prefilled()
                 yield reply
         except Exception as error:
-            raise (Cancelled("the caller left") if call.left else from_runtime(error)) from error
+            raise (Cancelled("the caller disconnected") if call.cancelled else from_runtime(error)) from error
         finally:
             call.stop()
-            if seat is not None:
-                seat.free()
-        if call.left:
-            raise Cancelled("the caller left")
+            routed.free()
+        if call.cancelled:
+            raise Cancelled("the caller disconnected")
 
     def _send(self, request: Wire, instance: int | None, context: _core.Context) -> asyncio.Future[AsyncIterator[Wire]]:
         if instance is None:
@@ -66,31 +66,37 @@ class DynamoClient:
         return self._raw.direct(request, instance, annotated=False, context=context)
 
 
-class _Call:
-    """One call on its way. Stopping it before the other side has connected would be forgotten, so it waits for that."""
+def _context_of(parent: Context | None) -> _core.Context:
+    if parent is None:
+        return _core.Context(new_request_id("call"), None)
+    return _core.Context(new_request_id(parent.id), dict(parent.trace_headers))
 
-    __slots__ = ("_context", "_pending", "_sending", "left")
+
+class _OutgoingCall:
+    """One call. The runtime ignores a stop before the peer has connected, so a stop waits for that."""
+
+    __slots__ = ("_context", "_pending", "_sending", "cancelled")
 
     def __init__(self, context: _core.Context) -> None:
-        self.left = False
+        self.cancelled = False
         self._context = context
         self._sending: asyncio.Future[AsyncIterator[Wire]] | None = None
         self._pending: asyncio.Future[Any] | None = None
 
     async def wait(self, pending: asyncio.Future[Any]) -> Any:
-        """Await `pending`, but not for long after the caller has left."""
+        """Await `pending`, at most `CANCEL_GRACE_S` after the caller has disconnected."""
         self._pending = pending
         try:
             return await pending
         except asyncio.CancelledError:
-            if self.left and pending.cancelled():
-                raise Cancelled("the caller left") from None
+            if self.cancelled and pending.cancelled():
+                raise Cancelled("the caller disconnected") from None
             raise
 
     async def start(self, sending: asyncio.Future[AsyncIterator[Wire]]) -> AsyncIterator[Wire]:
-        """Return the replies, once the other side has connected."""
+        """Return the replies, once the peer has connected."""
         self._sending = sending
-        if self.left:
+        if self.cancelled:
             self.stop()
         replies: AsyncIterator[Wire] = await self.wait(asyncio.shield(sending))
         return replies
@@ -101,21 +107,21 @@ class _Call:
         try:
             return await pending
         except StopAsyncIteration:
-            self._sending = None  # there is nobody left to stop
+            self._sending = None  # the stream has ended: nothing to stop
             return None
         except asyncio.CancelledError:
-            if self.left and pending.cancelled():
-                raise Cancelled("the caller left") from None
+            if self.cancelled and pending.cancelled():
+                raise Cancelled("the caller disconnected") from None
             raise
 
-    def leave(self) -> None:
-        """The caller's own caller has left."""
-        self.left = True
+    def cancel(self) -> None:
+        """The parent request was cancelled."""
+        self.cancelled = True
         self.stop()
-        asyncio.get_running_loop().call_later(LEAVE_S, self._give_up)
+        asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._stop_waiting)
 
     def stop(self) -> None:
-        """Tell the other side that no more answers are wanted."""
+        """Have the peer end the stream."""
         if self._sending is not None:
             self._sending.add_done_callback(self._stop_now)
 
@@ -124,31 +130,29 @@ class _Call:
         if not sending.cancelled():
             sending.exception()
 
-    def _give_up(self) -> None:
+    def _stop_waiting(self) -> None:
         if self._pending is not None:
             self._pending.cancel()
 
 
-class KvChooser:
-    """Chooses instances by what they have cached and how busy they are, with the runtime's own KV router."""
+class _RoutedRequest:
+    """A request that the runtime's KV router counts as load of its instance until `free`. Without a router, a no-op."""
 
-    def __init__(self, endpoint: _core.Endpoint, block_size: int) -> None:
-        self.router = _core.KvRouter(endpoint, block_size, _core.KvRouterConfig())
+    __slots__ = ("_id", "_prefilled", "_router")
 
-
-class _Seat:
-    """A request's place at the instance that was chosen for it, where it counts as work until it is freed."""
-
-    def __init__(self, chooser: KvChooser, request_id: str) -> None:
-        self._router = chooser.router
+    def __init__(self, router: _core.KvRouter | None, request_id: str) -> None:
+        self._router = router
         self._id = request_id
-        self._begun = False
+        self._prefilled = router is None
 
-    def take(self, request: Wire) -> asyncio.Future[tuple[Wire, int]]:
-        """Choose; return the request as it is to be sent, and where to."""
-        return asyncio.ensure_future(self._take(request))
+    @property
+    def is_routed(self) -> bool:
+        """Whether a KV router chooses the instance."""
+        return self._router is not None
 
-    async def _take(self, request: Wire) -> tuple[Wire, int]:
+    async def route(self, request: Wire) -> tuple[Wire, int]:
+        """Return the request to send, with its data-parallel rank, and the instance that the router chooses."""
+        assert self._router is not None, "routes only with a router"
         given = request.get("routing")
         routing: Mapping[str, object] = given if isinstance(given, dict) else {}
         instance, dp_rank, _ = await self._router.best_worker(
@@ -159,18 +163,19 @@ class _Seat:
         )
         return {**request, "routing": {**routing, "dp_rank": dp_rank}}, instance
 
-    def begin(self) -> None:
-        """The prompt has been computed."""
-        if not self._begun:
-            self._begun = True
-            self._router.mark_prefill_complete(self._id).add_done_callback(_ignore)
+    def mark_prefilled(self) -> None:
+        """The prompt has been computed. Only the first call counts."""
+        if not self._prefilled and self._router is not None:
+            self._prefilled = True
+            self._router.mark_prefill_complete(self._id).add_done_callback(_log_failure)
 
     def free(self) -> None:
         """The request has ended."""
-        self._router.free(self._id).add_done_callback(_ignore)
+        if self._router is not None:
+            self._router.free(self._id).add_done_callback(_log_failure)
 
 
-def _ignore(told: asyncio.Future[None]) -> None:
-    """What the chooser did not hear makes its next choice a little worse, and nothing else."""
-    if not told.cancelled():
-        told.exception()
+def _log_failure(update: asyncio.Future[None]) -> None:
+    """A failed update makes the router's next choice slightly worse, and nothing else."""
+    if not update.cancelled() and (error := update.exception()) is not None:
+        log.debug("the KV router did not take an update: %r", error)

@@ -7,14 +7,14 @@ from dynamo._core import Context as RawContext
 
 
 class DynamoContext:
-    """See `ports/runtime.py`. `raw` is for calls that go on from here."""
+    """See `ports/runtime.py`. `raw` is the runtime's own context."""
 
-    __slots__ = ("_headers", "_left", "raw")
+    __slots__ = ("_cancelled", "_headers", "raw")
 
     def __init__(self, raw: RawContext) -> None:
         self.raw = raw
         self._headers: dict[str, str] | None = None
-        self._left: asyncio.Future[bool] | None = None
+        self._cancelled: asyncio.Future[bool] | None = None
 
     @property
     def id(self) -> str:
@@ -25,17 +25,17 @@ class DynamoContext:
     def trace_headers(self) -> Mapping[str, str]:
         """See `Context.trace_headers`."""
         if self._headers is None:
-            # The runtime begins a new trace at each call between workers; ours goes along as metadata, and wins.
+            # The runtime starts a new trace for each call between workers; ours is in the metadata, and wins.
             self._headers = {**(self.raw.trace_headers() or {}), **self.raw.metadata.copy()}
         return self._headers
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """See `Context.on_cancel`."""
-        if self._left is None:
-            self._left = self.raw.async_killed_or_stopped()
-        self._left.add_done_callback(lambda future: None if future.cancelled() else callback())
+        if self._cancelled is None:
+            self._cancelled = self.raw.async_killed_or_stopped()
+        self._cancelled.add_done_callback(lambda future: None if future.cancelled() else callback())
 
     def close(self) -> None:
-        """The request has ended; nobody is called any more."""
-        if self._left is not None:
-            self._left.cancel()
+        """The request has ended: no callback is called any more."""
+        if self._cancelled is not None:
+            self._cancelled.cancel()

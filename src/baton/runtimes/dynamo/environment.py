@@ -5,7 +5,7 @@ from baton.config.runtime import RuntimeOptions
 
 
 def environment(options: RuntimeOptions, publishes_metrics: bool = False) -> dict[str, str]:
-    """Return the variables that make the runtime do what `options` say. Everything is bound, nothing left to guess."""
+    """Return the variables for `options`. Every address is explicit: the runtime guesses none."""
     values = {
         "DYN_DISCOVERY_BACKEND": options.discovery,
         "DYN_REQUEST_PLANE": options.requests,
@@ -13,16 +13,16 @@ def environment(options: RuntimeOptions, publishes_metrics: bool = False) -> dic
         "DYN_TCP_RPC_HOST": options.bind,
         "DYN_TCP_RESPONSE_STREAM_HOST": options.bind,
         "DYN_EVENT_PLANE_HOST": options.bind,
-        # Model files are read from a shared directory, and never fetched from a hub by the runtime.
+        # Model files are read from a shared directory; the runtime must not fetch them from a hub.
         "DYN_SELF_HOST_METADATA": "0",
         "HF_HUB_OFFLINE": "1",
         # Trace ids exist only with structured logs.
         "DYN_LOGGING_JSONL": "1",
         "DYN_LOG": options.log,
-        # Our canary knows the role and takes the worker out; the runtime's does neither.
+        # Our canary knows the role and deregisters the worker; the runtime's does neither.
         "DYN_HEALTH_CHECK_ENABLED": "false",
     }
-    if publishes_metrics:  # on a port that the kernel chooses and nobody outside this machine can reach
+    if publishes_metrics:  # on a loopback port that the kernel chooses
         values |= {"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": "0"}
     if options.discovery == "file":
         values["DYN_FILE_KV"] = str(discovery_directory(options))

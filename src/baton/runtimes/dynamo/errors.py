@@ -1,14 +1,14 @@
-"""Our errors in the runtime's words and back, by table. The runtime's words decide status, migration and routing.
+"""Translates our errors to the runtime's and back, by table. The runtime's decide status, migration and routing.
 
-    raised at the worker        the frontend
-    InvalidArgument             answers 400 with the message
-    Disconnected                sends the request to another worker, then 503
-    EngineShutdown              the same, and leaves this worker alone for some seconds
-    HttpError(n)                answers n, without the message
-    Cancelled / Unknown         answers 499 / 500, without the message
+    raised in the worker        the frontend
+    InvalidArgument             replies 400 with the message
+    Disconnected                sends the request to another worker, at last 503
+    EngineShutdown              the same, and sends this worker nothing for some seconds
+    HttpError(n)                replies n, without the message
+    Cancelled / Unknown         replies 499 / 500, without the message
 
-A caller that is a worker itself gets the kind and the message as text; where no client will read the message, it begins
-with our code, so that the error arrives as what it was.
+A caller that is a worker itself gets the kind and the message as text. Messages that no client reads begin with our
+error code, so that the caller can restore the error.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _OUTWARD: dict[type[BatonError], Callable[[str], Exception]] = {
     Cancelled: _core.Cancelled,
     ReaderStalled: _core.Cancelled,
-    # Not 504: the frontend would then send this worker nothing at all for some seconds.
+    # Not 504: the frontend would then send this worker nothing for some seconds.
     DeadlineExceeded: lambda message: HttpError(503, message),
     Overloaded: _core.Disconnected,
     Paused: _core.Disconnected,
@@ -61,7 +61,7 @@ _BY_KIND: dict[str, type[BatonError]] = {
 
 
 def to_runtime(error: BaseException) -> Exception:
-    """Return what to raise into the runtime for `error`. What is not ours is a bug: it is logged, and hidden."""
+    """Return the runtime's error for `error`. One that is not ours is a bug: it is logged, and its text not sent."""
     if isinstance(error, InvalidRequest):
         return _core.InvalidArgument(error.message)
     if isinstance(error, BatonError):
@@ -75,15 +75,15 @@ def to_runtime(error: BaseException) -> Exception:
 
 
 def from_runtime(error: Exception) -> BatonError:
-    """Return `error`, raised by a call to another worker, as one of ours."""
+    """Return our error for `error`, which a call to another worker raised."""
     if isinstance(error, _core.InvalidArgument):
         return InvalidRequest(str(error))
     kind, _, text = str(error).partition(": ")
     if text.startswith("{"):
         text = _message_of(text)
     code, _, message = text.partition(": ")
-    ours = _BY_CODE.get(code)
-    return ours(message) if ours is not None else _BY_KIND.get(kind, EngineFailed)(text or kind)
+    known = _BY_CODE.get(code)
+    return known(message) if known is not None else _BY_KIND.get(kind, EngineFailed)(text or kind)
 
 
 def _message_of(text: str) -> str:
@@ -100,5 +100,5 @@ def _all_errors(cls: type[BatonError] = BatonError) -> Iterator[type[BatonError]
         yield from _all_errors(child)
 
 
-# Of several with one code the most general: others are somebody's own.
+# Of several with one code the most general: the others belong to one module each.
 _BY_CODE = {cls.code: cls for cls in reversed(tuple(_all_errors()))}

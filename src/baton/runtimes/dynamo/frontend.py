@@ -21,7 +21,7 @@ _ROUTERS = {
 
 
 class DynamoFrontend:
-    """One OpenAI endpoint over every worker that discovery knows."""
+    """One OpenAI endpoint over every worker in discovery."""
 
     def __init__(
         self,
@@ -39,20 +39,20 @@ class DynamoFrontend:
         self._host = host
         self._port = port
         self._router = _core.RouterConfig(_ROUTERS[router], active_decode_blocks_threshold=busy_threshold or None)
-        self._drain_s = drain_timeout_s
+        self._drain_timeout_s = drain_timeout_s
         self._migrations = migrations
         self._environment = {
             # A stream that fails before its first token gets a real HTTP status instead of a 200.
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "200",
             "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(max(1, round(drain_timeout_s))),
-            # The last resort for a worker that is neither dead nor alive.
+            # The last resort for a worker that hangs.
             "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": str(max(1, round(backend_timeout_s))),
         }
         self._runtime = DynamoRuntime(options)
         self._served: asyncio.Future[None] | None = None
 
     async def start(self, timeout_s: float = 30.0) -> None:
-        """Listen. On return the port answers. Raises ConfigError when the address is taken."""
+        """Listen. On return the port accepts connections. Raises ConfigError when the address cannot be used."""
         refuse_unusable_address(self._host, self._port, "--host", "--port")
         os.environ.update(self._environment)
         await self._runtime.start()
@@ -76,13 +76,13 @@ class DynamoFrontend:
             raise EngineDead(f"the frontend did not listen within {timeout_s:g} s") from None
 
     async def wait(self) -> None:
-        """Wait until the frontend ends by itself, which it does only when something is wrong."""
+        """Wait until the frontend ends by itself, which is a failure."""
         if self._served is not None:
             await asyncio.wait([self._served])
 
     async def stop(self) -> None:
-        """Let running streams finish (up to `drain_timeout_s`), then end."""
+        """Let running streams finish, for up to `drain_timeout_s`, then end."""
         await self._runtime.shutdown()
         if self._served is not None:
-            # A connection that has sent half a request is waited for as long as one with a stream.
-            await asyncio.wait([self._served], timeout=self._drain_s)
+            # The runtime waits as long for a connection with half a request as for one with a stream.
+            await asyncio.wait([self._served], timeout=self._drain_timeout_s)

@@ -1,8 +1,8 @@
-"""Addresses that the runtime listens on: whether they can be had, and TCP_NODELAY for the frontend's.
+"""Addresses that the runtime listens on: whether they can be used, and TCP_NODELAY for the frontend's.
 
-Without that option the first token of a keep-alive connection waits for 40 ms.
-The runtime does not set the option and does not give out its socket; accepted connections inherit it from the listener
-on Linux, so it is enough to find the listening descriptor of this process by its port.
+Without that option the first token of a keep-alive connection is delayed by 40 ms. The runtime does not set it and does
+not expose its socket. On Linux accepted connections inherit it from the listener, so it is enough to find the listening
+descriptor of this process by its port.
 """
 
 import errno
@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 
 
 def refuse_unusable_address(host: str, port: int, host_flag: str, port_flag: str) -> None:
-    """Raise ConfigError if nothing can listen on `host`:`port`, naming the flag that mends it."""
+    """Raise ConfigError, naming the flag to change, if `host`:`port` cannot be listened on."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

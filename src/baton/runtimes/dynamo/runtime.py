@@ -1,4 +1,4 @@
-"""A Runtime on ai-dynamo-runtime: embedded with no services, and the same code on etcd, NATS and Kubernetes."""
+"""A Runtime on ai-dynamo-runtime: embedded without services, and the same code on etcd, NATS and Kubernetes."""
 
 import asyncio
 import logging
@@ -15,20 +15,20 @@ from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRe
 from baton.ports.runtime import ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
 from baton.protocol.events import LoadSnapshot, Reading
-from baton.runtimes.dynamo.client import DynamoClient, KvChooser
+from baton.runtimes.dynamo.client import DynamoClient
 from baton.runtimes.dynamo.context import DynamoContext
-from baton.runtimes.dynamo.egress import Egress, Sender
 from baton.runtimes.dynamo.environment import environment
 from baton.runtimes.dynamo.errors import to_runtime
-from baton.runtimes.dynamo.kv import KvEventPublisher, LoadPublisher
 from baton.runtimes.dynamo.listener import refuse_unusable_address
+from baton.runtimes.dynamo.publishers import KvEventPublisher, LoadPublisher
+from baton.runtimes.dynamo.response_writer import ResponseWriter, Sender
 from baton.runtimes.dynamo.service_check import check_services
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN_S = 5.0
-SERVE_S = 30.0
-METRICS_S = 2.0
+SHUTDOWN_TIMEOUT_S = 5.0
+SERVE_TIMEOUT_S = 30.0
+METRICS_TIMEOUT_S = 2.0
 
 _SURFACES = {
     "chat": _core.ModelType.Chat,
@@ -45,11 +45,11 @@ _WORKER_TYPES = {
 _INPUTS = {"tokens": _core.ModelInput.Tokens, "text": _core.ModelInput.Text}
 
 
-class _Answer:
-    """What the runtime iterates over for one request: no items, since answers are pushed, only an end.
+class _ResponseEnd:
+    """What the runtime iterates over for one request: no items, since responses are pushed, only an end.
 
-    A future instead of a generator: an error that ends it carries no frames, so the runtime has no traceback to print
-    for a request that was merely refused.
+    A future instead of a generator: its error has no frames, so the runtime prints no traceback for a request that was
+    merely refused.
     """
 
     __slots__ = ("_end",)
@@ -57,80 +57,82 @@ class _Answer:
     def __init__(self, end: asyncio.Future[None]) -> None:
         self._end = end
 
-    def __aiter__(self) -> "_Answer":
+    def __aiter__(self) -> "_ResponseEnd":
         return self
 
     def __anext__(self) -> asyncio.Future[None]:
         return self._end
 
 
-class _Server:
-    """Answers the requests of one endpoint."""
+class _RequestServer:
+    """Serves the requests of one endpoint."""
 
-    def __init__(self, service: Service[Any, Any], reader_stall_timeout_s: float, leave_s: float) -> None:
+    def __init__(self, service: Service[Any, Any], reader_stall_timeout_s: float, cancel_grace_s: float) -> None:
         self._service = service
-        self._stall_s = reader_stall_timeout_s
-        self._leave_s = leave_s
+        self._stall_timeout_s = reader_stall_timeout_s
+        self._cancel_grace_s = cancel_grace_s
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
-    def handle(self, request: Wire, context: _core.Context, response_sender: Sender) -> _Answer:
-        """Called by the runtime for every request, in a thread of its own: the work begins in the event loop."""
+    def handle(self, request: Wire, context: _core.Context, response_sender: Sender) -> _ResponseEnd:
+        """Called by the runtime for every request, in one of its threads; the work starts in the event loop."""
         end: asyncio.Future[None] = self._loop.create_future()
         self._loop.call_soon_threadsafe(self._start, request, DynamoContext(context), response_sender, end)
-        return _Answer(end)
+        return _ResponseEnd(end)
 
     def _start(self, request: Wire, context: DynamoContext, sender: Sender, end: asyncio.Future[None]) -> None:
         try:
             decoded = self._service.decode(request)
         except DecodeError as error:
             _finish(end, to_runtime(InvalidRequest(str(error))))
-        except Exception as error:  # noqa: BLE001 - translated, and handed to the runtime
+        except Exception as error:  # noqa: BLE001 - translated for the runtime
             _finish(end, to_runtime(error))
         else:
-            task = self._loop.create_task(self._answer(decoded, context, sender, end))
+            task = self._loop.create_task(self._respond(decoded, context, sender, end))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            context.on_cancel(lambda: self._end_later(task))
+            context.on_cancel(lambda: self._cancel_later(task))
 
-    def _end_later(self, task: asyncio.Task[None]) -> None:
-        """A handler that hears that its caller has left ends by itself; one that does not listen is ended."""
-        self._loop.call_later(self._leave_s, task.cancel)
+    def _cancel_later(self, task: asyncio.Task[None]) -> None:
+        """Cancel a handler whose caller has disconnected and that has not ended by itself after the grace period."""
+        self._loop.call_later(self._cancel_grace_s, task.cancel)
 
-    async def _answer(self, request: object, context: DynamoContext, sender: Sender, end: asyncio.Future[None]) -> None:
-        egress = Egress(sender, self._stall_s)
+    async def _respond(
+        self, request: object, context: DynamoContext, sender: Sender, end: asyncio.Future[None]
+    ) -> None:
+        writer = ResponseWriter(sender, self._stall_timeout_s)
         encode = self._service.encode
         error: BaseException = StopAsyncIteration()
         try:
             async with aclosing(self._service.handle(request, context)) as replies:
                 async for reply in replies:
                     try:
-                        await egress.send(encode(reply))
+                        await writer.send(encode(reply))
                     except BatonError as failure:
-                        await replies.athrow(failure)  # so that the handler knows why it ends
-            await egress.close()
-        except BaseException as raised:  # noqa: BLE001 - translated, and handed to the runtime below
-            leaving = self._closing and isinstance(raised, asyncio.CancelledError)
-            error = to_runtime(Draining("this process is shutting down") if leaving else raised)
+                        await replies.athrow(failure)  # so that the handler gets the reason
+            await writer.close()
+        except BaseException as raised:  # noqa: BLE001 - translated for the runtime below
+            draining = self._closing and isinstance(raised, asyncio.CancelledError)
+            error = to_runtime(Draining("this process is shutting down") if draining else raised)
         finally:
             context.close()
-            egress.release()
+            writer.release()
             _finish(end, error)
 
     async def aclose(self) -> None:
-        """Cancel what still runs and wait for it; callers are told to go elsewhere."""
+        """Cancel the requests that still run and wait for them; callers get Draining, which is retryable."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            _, pending = await asyncio.wait(self._tasks, timeout=SHUTDOWN_S)
+            _, pending = await asyncio.wait(self._tasks, timeout=SHUTDOWN_TIMEOUT_S)
             if pending:
-                log.warning("%d requests did not end within %g s", len(pending), SHUTDOWN_S)
+                log.warning("%d requests did not end within %g s", len(pending), SHUTDOWN_TIMEOUT_S)
 
 
 def _finish(end: asyncio.Future[None], error: BaseException) -> None:
-    """End an answer, unless the runtime has dropped it because its caller left."""
+    """End a response, unless the runtime has dropped it because its caller disconnected."""
     if not end.done():
         end.set_exception(error)
 
@@ -138,12 +140,12 @@ def _finish(end: asyncio.Future[None], error: BaseException) -> None:
 class DynamoEndpoint:
     """See `Endpoint`."""
 
-    def __init__(self, raw: _core.Endpoint, server: _Server) -> None:
+    def __init__(self, raw: _core.Endpoint, server: _RequestServer) -> None:
         self._raw = raw
-        self._listed = True
+        self._registered = True
         self._kv_publisher: KvEventPublisher | None = None
         self._load_publisher = LoadPublisher()
-        self._mirror: _core.Client | None = None
+        self._discovered: _core.Client | None = None
         self.server = server
         self.served = asyncio.ensure_future(raw.serve_endpoint(server.handle))
 
@@ -154,19 +156,19 @@ class DynamoEndpoint:
 
     @property
     def is_registered(self) -> bool:
-        """See `Endpoint.is_listed`."""
-        return self._mirror is not None and self.instance_id in self._mirror.instance_ids()
+        """See `Endpoint.is_registered`."""
+        return self._discovered is not None and self.instance_id in self._discovered.instance_ids()
 
     async def until_registered(self) -> None:
-        """Wait until discovery has this instance. Raises what serving has failed with."""
-        self._mirror = await self._raw.client()
+        """Wait until discovery has this instance. Raises what serving failed with."""
+        self._discovered = await self._raw.client()
         while not self.is_registered:
             if self.served.done():
                 self.served.result()
             await asyncio.sleep(0.005)
 
     async def register_model(self, card: ModelCard) -> None:
-        """See `Endpoint.advertise`."""
+        """See `Endpoint.register_model`."""
         surfaces = [_SURFACES[surface] for surface in sorted(card.surfaces)]
         model_type = surfaces[0] if surfaces else _core.ModelType.Empty
         for surface in surfaces[1:]:
@@ -185,56 +187,56 @@ class DynamoEndpoint:
                 skip_model_assets=card.model_input == "text",
             )
         except Exception as error:
-            raise ConfigError(f"cannot announce the model in {card.directory}: {error}") from error
+            raise ConfigError(f"cannot register the model in {card.directory}: {error}") from error
         await self._load_publisher.open(self._raw)
         if card.kv_events:
             self._kv_publisher = KvEventPublisher(self._raw, card.block_size, card.dp_size)
 
     def publish(self, reading: Reading) -> None:
-        """See `Endpoint.tell`."""
+        """See `Endpoint.publish`."""
         if isinstance(reading, LoadSnapshot):
             self._load_publisher.publish(reading)
         elif self._kv_publisher is not None:
             self._kv_publisher.publish(reading)
 
     async def aclose(self) -> None:
-        """End what runs, and stop telling routers anything. Takes `SHUTDOWN_S` at most."""
+        """End running requests and stop publishing. Takes `SHUTDOWN_TIMEOUT_S` at most."""
         await self.server.aclose()
-        teller, self._kv_publisher = self._kv_publisher, None
-        if teller is not None:
-            await teller.close()
+        kv_publisher, self._kv_publisher = self._kv_publisher, None
+        if kv_publisher is not None:
+            await kv_publisher.close()
 
     async def deregister(self) -> None:
-        """See `Endpoint.withdraw`."""
-        if self._listed:
-            self._listed = False
+        """See `Endpoint.deregister`."""
+        if self._registered:
+            self._registered = False
             await self._raw.unregister_endpoint_instance()
 
     async def register(self) -> None:
-        """See `Endpoint.restore`."""
-        if not self._listed:
-            self._listed = True
+        """See `Endpoint.register`."""
+        if not self._registered:
+            self._registered = True
             await self._raw.register_endpoint_instance()
 
 
 class DynamoRuntime:
-    """See `Runtime`. One for each process."""
+    """See `Runtime`. One per process."""
 
     def __init__(
         self,
         options: RuntimeOptions,
         publishes_metrics: bool = False,
         reader_stall_timeout_s: float = 60.0,
-        leave_s: float = 1.0,
+        cancel_grace_s: float = 1.0,
     ) -> None:
         self._options = options
-        self._tells_metrics = publishes_metrics
+        self._publishes_metrics = publishes_metrics
         self._environment = environment(options, publishes_metrics)
-        self._reader_stall_s = reader_stall_timeout_s
-        self._leave_s = leave_s
+        self._reader_stall_timeout_s = reader_stall_timeout_s
+        self._cancel_grace_s = cancel_grace_s
         self._raw: _core.DistributedRuntime | None = None
         self._endpoints: list[DynamoEndpoint] = []
-        # Kept, for the runtime complains when it has news for a client that is gone.
+        # Kept: the runtime logs an error when it has an update for a client that was dropped.
         self._clients: list[_core.Client] = []
 
     @property
@@ -261,15 +263,15 @@ class DynamoRuntime:
     async def serve(self, path: str, service: Service[Req, Rep]) -> DynamoEndpoint:
         """See `Runtime.serve`."""
         raw = self.raw.endpoint(path)
-        endpoint = DynamoEndpoint(raw, _Server(service, self._reader_stall_s, self._leave_s))
+        endpoint = DynamoEndpoint(raw, _RequestServer(service, self._reader_stall_timeout_s, self._cancel_grace_s))
         self._endpoints.append(endpoint)
         try:
-            async with asyncio.timeout(SERVE_S):
+            async with asyncio.timeout(SERVE_TIMEOUT_S):
                 await endpoint.until_registered()
         except TimeoutError:
-            raise ConfigError(f"discovery has not listed this worker within {SERVE_S:g} s") from None
+            raise ConfigError(f"this process was not registered in discovery within {SERVE_TIMEOUT_S:g} s") from None
         except Exception as error:
-            raise ConfigError(f"cannot serve: {_explained(error)}") from error
+            raise ConfigError(f"cannot serve: {_explain(error)}") from error
         return endpoint
 
     async def client(self, path: str, kv_block_size: int | None = None) -> DynamoClient:
@@ -278,18 +280,20 @@ class DynamoRuntime:
         try:
             client = await endpoint.client()
         except Exception as error:
-            raise ConfigError(f"cannot look for {path}: {_explained(error)}") from error
+            raise ConfigError(f"cannot watch {path} in discovery: {_explain(error)}") from error
         self._clients.append(client)
-        return DynamoClient(client, KvChooser(endpoint, kv_block_size) if kv_block_size is not None else None)
+        if kv_block_size is None:
+            return DynamoClient(client)
+        return DynamoClient(client, _core.KvRouter(endpoint, kv_block_size, _core.KvRouterConfig()))
 
     async def metrics(self) -> str:
-        """See `Runtime.metrics`. The runtime has them only on a server of its own, which listens on loopback."""
-        url = self._raw.system_status_server_url() if self._raw is not None and self._tells_metrics else None
+        """See `Runtime.metrics`. The runtime serves them only over HTTP, on a loopback port."""
+        url = self._raw.system_status_server_url() if self._raw is not None and self._publishes_metrics else None
         if url is None:
             return ""
-        timeout = aiohttp.ClientTimeout(total=METRICS_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/metrics") as answer:
-            return await answer.text()
+        timeout = aiohttp.ClientTimeout(total=METRICS_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/metrics") as response:
+            return await response.text()
 
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
@@ -299,13 +303,15 @@ class DynamoRuntime:
         await asyncio.gather(*(endpoint.aclose() for endpoint in self._endpoints))
         raw.shutdown()
         if self._endpoints:
-            _, pending = await asyncio.wait([endpoint.served for endpoint in self._endpoints], timeout=SHUTDOWN_S)
+            _, pending = await asyncio.wait(
+                [endpoint.served for endpoint in self._endpoints], timeout=SHUTDOWN_TIMEOUT_S
+            )
             if pending:
-                log.warning("%d endpoints did not end within %g s", len(pending), SHUTDOWN_S)
+                log.warning("%d endpoints did not end within %g s", len(pending), SHUTDOWN_TIMEOUT_S)
 
 
-def _explained(error: Exception) -> str:
-    """Return what is wrong, with what to do where the runtime's words do not say it."""
+def _explain(error: Exception) -> str:
+    """Return the runtime's message, with the remedy where the message does not name it."""
     if "Too many open files" in str(error):
         return (
             f"{error}: discovery by files watches its directory once for each endpoint; raise"
@@ -325,6 +331,6 @@ def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
     if card.handoff_host is not None and card.handoff_port is not None:
         config.set_disaggregated_endpoint(card.handoff_host, card.handoff_port)
     if card.worker_type == "encode" or any("encode" in group for group in card.needs):
-        # Only between two that both say so does the frontend carry what an encode worker has made.
+        # The frontend passes an encode worker's result on only if both workers set this.
         config.set_engine_specific("encoder_result_handoff", "true")
     return config

@@ -1,4 +1,4 @@
-"""The system server: what it answers before, while and after a worker serves."""
+"""The system server: its replies before, while and after a worker serves."""
 
 import asyncio
 import socket
@@ -16,11 +16,11 @@ from baton.protocol.events import LoadSnapshot
 from baton.protocol.outputs import TokenDelta
 from baton.testing import ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import SCRIPTED_INFO, Script
-from tests.unit.control.operated import DONE, EVERYTHING, WELL, House, living
+from tests.unit.control.worker_harness import DONE, EVERYTHING, ONE_TOKEN, WorkerHarness, running_worker
 
 
 class SlowEngine(ScriptedEngine):
-    """One that starts when it is told to."""
+    """An engine that starts when `go` is set."""
 
     def __init__(self, *scripts: Script, **options: Any) -> None:
         super().__init__(*scripts, **options)
@@ -31,8 +31,8 @@ class SlowEngine(ScriptedEngine):
         return await super().start()
 
 
-class TalkativeEngine(ScriptedEngine):
-    """One with metrics of its own, or trouble with them."""
+class EngineWithMetrics(ScriptedEngine):
+    """An engine with metrics of its own, or a failure to read them."""
 
     text = "# HELP steps_total Steps\n# TYPE steps_total counter\nsteps_total 3\nbaton_in_flight 99\n"
     problem: Exception | None = None
@@ -44,21 +44,21 @@ class TalkativeEngine(ScriptedEngine):
         return self.text
 
 
-def test_a_server_lives_before_there_is_a_worker() -> None:
+def test_the_server_replies_before_there_is_a_worker() -> None:
     async def body() -> None:
-        house = House(SlowEngine(WELL, capabilities=EVERYTHING))
-        subject, house.server.subject = house.server.subject, None
-        await house.server.start()
-        assert (await house.http("GET", "/live")).status == 200
-        health = await house.http("GET", "/health")
+        harness = WorkerHarness(SlowEngine(ONE_TOKEN, capabilities=EVERYTHING))
+        subject, harness.server.subject = harness.server.subject, None
+        await harness.server.start()
+        assert (await harness.http("GET", "/live")).status == 200
+        health = await harness.http("GET", "/health")
         assert (health.status, health.body["state"], health.body["ready"]) == (503, "starting", False)
-        assert (await house.http("GET", "/metrics")).body == ""
-        refused = await house.order("pause")
+        assert (await harness.http("GET", "/metrics")).body == ""
+        refused = await harness.send("pause")
         assert (refused.status, refused.body["error"]["code"]) == (503, "starting")
-        house.server.subject = subject
-        house.stop.set()
-        await house.running
-        await house.server.aclose()
+        harness.server.subject = subject
+        harness.stop.set()
+        await harness.running
+        await harness.server.aclose()
 
     run_bounded(body())
 
@@ -67,59 +67,59 @@ def test_health_follows_the_worker_from_start_to_stop() -> None:
     slow: Script = [TokenDelta([1])]
 
     async def body() -> None:
-        engine = SlowEngine(WELL, slow, capabilities=EVERYTHING, control=[DONE, DONE])
-        house = House(engine, drain_timeout_s=0.3)
-        await house.server.start()
+        engine = SlowEngine(ONE_TOKEN, slow, capabilities=EVERYTHING, control=[DONE, DONE])
+        harness = WorkerHarness(engine, drain_timeout_s=0.3)
+        await harness.server.start()
 
         async def health() -> tuple[int, str]:
-            reply = await house.http("GET", "/health")
+            reply = await harness.http("GET", "/health")
             assert (reply.body["engine"], reply.body["role"]) == ("echo", "aggregated")
             return reply.status, reply.body["state"]
 
         assert await health() == (503, "starting")
-        assert "baton_healthy 0.0" in (await house.http("GET", "/metrics")).body
-        assert (await house.order("status", method="GET")).status == 503
+        assert "baton_healthy 0.0" in (await harness.http("GET", "/metrics")).body
+        assert (await harness.send("status", method="GET")).status == 503
         engine.go.set()
-        await house.ready.wait()
+        await harness.ready.wait()
         assert await health() == (200, "serving")
-        assert (await house.http("GET", "/health")).body["model"] == "scripted"
-        await house.ok("pause")
+        assert (await harness.http("GET", "/health")).body["model"] == "scripted"
+        await harness.ok("pause")
         assert await health() == (503, "paused")
-        assert (await house.http("GET", "/live")).status == 200
-        await house.ok("continue")
+        assert (await harness.http("GET", "/live")).status == 200
+        await harness.ok("continue")
         assert await health() == (200, "serving")
-        call = asyncio.create_task(house.call())
-        await eventually(lambda: house.worker.gate.in_flight == 1)
-        house.stop.set()
-        await eventually(lambda: not house.endpoint.registered)
-        reply = await house.http("GET", "/health")
+        call = asyncio.create_task(harness.call())
+        await eventually(lambda: harness.worker.gate.in_flight == 1)
+        harness.stop.set()
+        await eventually(lambda: not harness.endpoint.registered)
+        reply = await harness.http("GET", "/health")
         assert (reply.status, reply.body["state"], reply.body["in_flight"]) == (503, "draining", 1)
         await asyncio.wait([call])
-        await house.running
+        await harness.running
         assert await health() == (503, "draining")
-        assert (await house.http("GET", "/live")).status == 200
-        await house.server.aclose()
+        assert (await harness.http("GET", "/live")).status == 200
+        await harness.server.aclose()
         with pytest.raises(OSError):
-            await house.http("GET", "/live")
+            await harness.http("GET", "/live")
 
     run_bounded(body())
 
 
-def test_a_worker_whose_canary_fails_is_ill() -> None:
+def test_a_worker_whose_canary_fails_is_unhealthy() -> None:
     async def body() -> None:
-        async with living(canary_interval_s=0.01) as house:
-            house.engine.scripts = [[EngineFailed("failed")]]
-            await eventually(lambda: not house.serves())
-            reply = await house.http("GET", "/health")
+        async with running_worker(canary_interval_s=0.01) as harness:
+            harness.engine.scripts = [[EngineFailed("failed")]]
+            await eventually(lambda: not harness.serves())
+            reply = await harness.http("GET", "/health")
             assert (reply.status, reply.body["state"]) == (503, "unhealthy")
-            house.engine.scripts = [WELL]
-            await eventually(house.serves)
-            assert (await house.http("GET", "/health")).status == 200
+            harness.engine.scripts = [ONE_TOKEN]
+            await eventually(harness.serves)
+            assert (await harness.http("GET", "/health")).status == 200
 
     run_bounded(body())
 
 
-def test_a_taken_port_is_a_mistake_of_who_chose_it() -> None:
+def test_an_address_that_cannot_be_used_is_a_config_error() -> None:
     async def body() -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
@@ -133,7 +133,7 @@ def test_a_taken_port_is_a_mistake_of_who_chose_it() -> None:
     run_bounded(body())
 
 
-def test_any_free_port_is_told_and_closing_may_be_repeated() -> None:
+def test_the_chosen_port_is_known_and_closing_is_idempotent() -> None:
     async def body() -> None:
         server = SystemServer("127.0.0.1", 0, accepts_commands=False)
         await server.aclose()
@@ -146,18 +146,18 @@ def test_any_free_port_is_told_and_closing_may_be_repeated() -> None:
     run_bounded(body())
 
 
-def test_a_call_that_hangs_does_not_hold_up_the_end() -> None:
+def test_a_command_that_hangs_does_not_block_the_close() -> None:
     async def body() -> None:
-        house = House(ScriptedEngine(WELL, capabilities=EVERYTHING, control=[asyncio.Event()]))
-        await house.server.start()
-        await house.ready.wait()
-        order = asyncio.create_task(house.order("cache/clear"))
-        await eventually(lambda: bool(house.engine.verbs))
+        harness = WorkerHarness(ScriptedEngine(ONE_TOKEN, capabilities=EVERYTHING, control=[asyncio.Event()]))
+        await harness.server.start()
+        await harness.ready.wait()
+        command = asyncio.create_task(harness.send("cache/clear"))
+        await eventually(lambda: bool(harness.engine.commands))
         async with asyncio.timeout(5):
-            await house.server.aclose()
-        await asyncio.wait([order])
-        house.stop.set()
-        await house.running
+            await harness.server.aclose()
+        await asyncio.wait([command])
+        harness.stop.set()
+        await harness.running
 
     run_bounded(body())
 
@@ -165,73 +165,73 @@ def test_a_call_that_hangs_does_not_hold_up_the_end() -> None:
 # Metrics
 
 
-def metrics_house(**settings: Any) -> tuple[House, TalkativeEngine]:
-    engine = TalkativeEngine(WELL, capabilities=EVERYTHING)
-    return House(engine, **settings), engine
+def metrics_harness(**settings: Any) -> tuple[WorkerHarness, EngineWithMetrics]:
+    engine = EngineWithMetrics(ONE_TOKEN, capabilities=EVERYTHING)
+    return WorkerHarness(engine, **settings), engine
 
 
-async def families(house: House) -> list[str]:
-    reply = await house.http("GET", "/metrics")
+async def families(harness: WorkerHarness) -> list[str]:
+    reply = await harness.http("GET", "/metrics")
     assert reply.status == 200
     assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     return [family.name for family in text_string_to_metric_families(reply.body)]
 
 
-def test_metrics_are_those_of_worker_and_engine_and_no_name_comes_twice() -> None:
+def test_metrics_are_those_of_worker_and_engine_without_duplicates() -> None:
     async def body() -> None:
-        house, _ = metrics_house()
-        await house.server.start()
-        await house.ready.wait()
-        names = await families(house)
+        harness, _ = metrics_harness()
+        await harness.server.start()
+        await harness.ready.wait()
+        names = await families(harness)
         assert {"baton_requests", "steps"} <= set(names)
         assert len(names) == len(set(names))
-        assert "99" not in (await house.http("GET", "/metrics")).body
-        house.stop.set()
-        await house.running
-        await house.server.aclose()
+        assert "99" not in (await harness.http("GET", "/metrics")).body
+        harness.stop.set()
+        await harness.running
+        await harness.server.aclose()
 
     run_bounded(body())
 
 
-def test_an_engine_that_cannot_tell_its_metrics_costs_only_those() -> None:
+def test_a_failure_of_the_engines_metrics_leaves_the_others() -> None:
     async def body() -> None:
-        house, engine = metrics_house()
+        harness, engine = metrics_harness()
         engine.problem = OSError("no file")
-        await house.server.start()
-        await house.ready.wait()
-        assert "baton_requests" in await families(house)
+        await harness.server.start()
+        await harness.ready.wait()
+        assert "baton_requests" in await families(harness)
         engine.problem = None
-        assert "steps" in await families(house)
-        house.stop.set()
-        await house.running
-        await house.server.aclose()
+        assert "steps" in await families(harness)
+        harness.stop.set()
+        await harness.running
+        await harness.server.aclose()
 
     run_bounded(body())
 
 
-# A node that follows
+# Followers
 
 
-def test_a_node_that_is_not_the_leader_lives_and_reads_and_is_found_by_nobody() -> None:
+def test_a_follower_is_healthy_and_not_in_discovery() -> None:
     info: EngineInfo = msgspec.structs.replace(SCRIPTED_INFO, leader=False)
 
     async def body() -> None:
-        engine = ScriptedEngine(WELL, capabilities=EVERYTHING, info=info)
+        engine = ScriptedEngine(ONE_TOKEN, capabilities=EVERYTHING, info=info)
         engine.readings_to_give = [LoadSnapshot(2, 1, 5, 10)]
-        house = House(engine)
-        await house.server.start()
-        await house.ready.wait()
-        assert house.runtime.endpoints == {}
+        harness = WorkerHarness(engine)
+        await harness.server.start()
+        await harness.ready.wait()
+        assert harness.runtime.endpoints == {}
         assert engine.submitted == []
-        health = await house.http("GET", "/health")
+        health = await harness.http("GET", "/health")
         assert (health.status, health.body["state"]) == (200, "serving")
-        assert (await house.http("GET", "/live")).status == 200
+        assert (await harness.http("GET", "/live")).status == 200
         await asyncio.sleep(0.01)
-        assert "baton_engine_running 2.0" in (await house.http("GET", "/metrics")).body
-        assert "leader" in await house.refused("pause", None, 501, "unsupported")
-        house.stop.set()
-        await house.running
-        assert (await house.http("GET", "/health")).status == 503
-        await house.server.aclose()
+        assert "baton_engine_running 2.0" in (await harness.http("GET", "/metrics")).body
+        assert "leader" in await harness.refused("pause", None, 501, "unsupported")
+        harness.stop.set()
+        await harness.running
+        assert (await harness.http("GET", "/health")).status == 503
+        await harness.server.aclose()
 
     run_bounded(body())

@@ -1,5 +1,6 @@
-"""From results that grow to a stream of what is new: no token twice, one log-probability each, legal ends only."""
+"""From results to a stream: no token twice, one log-probability for each, legal finish reasons only."""
 
+import asyncio
 import math
 from typing import Any
 
@@ -24,7 +25,7 @@ Output = fact_class(FACTS["1.3.0rc22"], "executor.result.CompletionOutput")
 
 
 class Result:
-    """A result as the engine gives it: the same object, changed between two reads."""
+    """A result as the engine returns it: the same object, changed between two reads."""
 
     def __init__(self, choices: int = 1) -> None:
         self.outputs: list[Any] = [Output(index=index) for index in range(choices)]
@@ -33,7 +34,7 @@ class Result:
 
 
 class Case:
-    """One request: change `result`, call `tell`, look at what the stream got."""
+    """One request: change `result`, call `push`, check the outputs of the stream."""
 
     def __init__(self, choices: int = 1, sampling: Sampling | None = None, **changes: Any) -> None:
         fields: dict[str, Any] = {
@@ -52,16 +53,17 @@ class Case:
     def output(self) -> Any:
         return self.result.outputs[0]
 
-    async def tell(self, reason: str | None = None, **changes: Any) -> list[Any]:
+    async def push(self, reason: str | None = None, **changes: Any) -> list[Any]:
         if reason is not None:
             self.result.finished = True
             self.output.finish_reason = reason
         for name, value in changes.items():
             setattr(self.output, name, value)
-        self.reader.take(self.result)
-        if not (self.stream._tokens or self.stream.ended or self.stream._handoff):
+        self.reader.push(self.result)
+        try:
+            return await asyncio.wait_for(self.stream.read(), 0.01)
+        except TimeoutError:
             return []
-        return await self.stream.read()
 
 
 def score(logprob: float, rank: int | None = None) -> Any:
@@ -72,29 +74,29 @@ def check(body: Any) -> None:
     run_bounded(body())
 
 
-def test_only_what_is_new_is_told_from_an_object_that_repeats_itself() -> None:
+def test_only_new_tokens_of_a_result_are_pushed() -> None:
     async def body() -> None:
         case = Case()
         tokens: list[int] = []
         case.output.token_ids = tokens
         tokens.append(5)
-        assert await case.tell() == [TokenDelta([5])]
-        assert await case.tell() == []
+        assert await case.push() == [TokenDelta([5])]
+        assert await case.push() == []
         tokens += [6, 7]
-        assert await case.tell() == [TokenDelta([6, 7])]
+        assert await case.push() == [TokenDelta([6, 7])]
         tokens.append(8)
-        assert await case.tell("length") == [TokenDelta([8]), Finished(FinishReason.LENGTH, cached_tokens=0)]
+        assert await case.push("length") == [TokenDelta([8]), Finished(FinishReason.LENGTH, cached_tokens=0)]
 
     check(body)
 
 
-def test_tokens_that_are_cut_off_again_are_neither_taken_back_nor_told_twice() -> None:
+def test_tokens_that_the_engine_removes_stay_pushed_and_are_not_pushed_again() -> None:
     async def body() -> None:
         case = Case()
-        assert await case.tell(token_ids=[5, 6, 7]) == [TokenDelta([5, 6, 7])]
-        assert await case.tell(token_ids=[5]) == []
-        assert await case.tell(token_ids=[5, 6, 7]) == []
-        (end,) = await case.tell("stop", token_ids=[5], stop_reason="word")
+        assert await case.push(token_ids=[5, 6, 7]) == [TokenDelta([5, 6, 7])]
+        assert await case.push(token_ids=[5]) == []
+        assert await case.push(token_ids=[5, 6, 7]) == []
+        (end,) = await case.push("stop", token_ids=[5], stop_reason="word")
         assert end == Finished(FinishReason.STOP, stop_reason="word", cached_tokens=0)
 
     check(body)
@@ -103,14 +105,14 @@ def test_tokens_that_are_cut_off_again_are_neither_taken_back_nor_told_twice() -
 def test_a_result_without_tokens_is_no_error() -> None:
     async def body() -> None:
         case = Case()
-        assert await case.tell(token_ids=None) == []
-        assert await case.tell("length", token_ids=None) == [Finished(FinishReason.LENGTH, cached_tokens=0)]
+        assert await case.push(token_ids=None) == []
+        assert await case.push("length", token_ids=None) == [Finished(FinishReason.LENGTH, cached_tokens=0)]
 
     check(body)
 
 
 @pytest.mark.parametrize(
-    ("reason", "stop_reason", "told"),
+    ("reason", "stop_reason", "expected"),
     [
         ("stop", None, (FinishReason.EOS, None)),
         ("stop", 99, (FinishReason.EOS, None)),
@@ -119,87 +121,89 @@ def test_a_result_without_tokens_is_no_error() -> None:
         ("cancelled", None, (FinishReason.CANCELLED, None)),
     ],
 )
-def test_d02_every_reason_of_the_engine_is_a_legal_one(reason: str, stop_reason: Any, told: Any) -> None:
+def test_d02_every_finish_reason_of_the_engine_maps_to_a_legal_one(
+    reason: str, stop_reason: Any, expected: Any
+) -> None:
     async def body() -> None:
         case = Case()
-        *_, end = await case.tell(reason, token_ids=[5], stop_reason=stop_reason)
-        assert (end.reason, end.stop_reason) == told
+        *_, end = await case.push(reason, token_ids=[5], stop_reason=stop_reason)
+        assert (end.reason, end.stop_reason) == expected
 
     check(body)
 
 
 @pytest.mark.parametrize("reason", ["timeout", "not_finished", "something new"])
-def test_d02_a_reason_that_is_not_legal_is_an_error(reason: str) -> None:
+def test_d02_an_unknown_finish_reason_is_an_error(reason: str) -> None:
     async def body() -> None:
         with pytest.raises(EngineFailed, match=reason):
-            await Case().tell(reason, token_ids=[5])
+            await Case().push(reason, token_ids=[5])
 
     check(body)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "told"),
+    ("tokens", "expected"),
     [
         ([5, 99], (FinishReason.EOS, None)),
         ([5, 7], (FinishReason.STOP, 7)),
         ([5, 6, 8, 5], (FinishReason.LENGTH, None)),
     ],
 )
-def test_d02_a_missing_reason_is_seen_from_the_tokens(tokens: list[int], told: Any) -> None:
+def test_d02_a_missing_finish_reason_follows_from_the_tokens(tokens: list[int], expected: Any) -> None:
     async def body() -> None:
         case = Case(stop=StopConditions(stop_token_ids=(7,)))
         case.result.finished = True
-        *_, end = await case.tell(token_ids=tokens)
-        assert (end.reason, end.stop_reason) == told
+        *_, end = await case.push(token_ids=tokens)
+        assert (end.reason, end.stop_reason) == expected
 
     check(body)
 
 
-def test_d02_a_missing_reason_that_nothing_tells_is_an_error() -> None:
+def test_d02_a_missing_finish_reason_that_does_not_follow_is_an_error() -> None:
     async def body() -> None:
         case = Case()
         case.result.finished = True
-        with pytest.raises(EngineFailed, match="without saying why"):
-            await case.tell(token_ids=[5])
+        with pytest.raises(EngineFailed, match="without a reason"):
+            await case.push(token_ids=[5])
 
     check(body)
 
 
-def test_each_choice_has_a_cursor_and_an_end_of_its_own() -> None:
+def test_each_choice_is_pushed_and_ends_by_itself() -> None:
     async def body() -> None:
         case = Case(choices=2)
         first, second = case.result.outputs
         first.token_ids, second.token_ids = [1], [7, 8]
-        assert await case.tell() == [TokenDelta([1], 0), TokenDelta([7, 8], 1)]
+        assert await case.push() == [TokenDelta([1], 0), TokenDelta([7, 8], 1)]
         second.token_ids, second.finish_reason = [7, 8, 9], "length"
-        told = await case.tell()
-        assert told == [TokenDelta([9], 1), Finished(FinishReason.LENGTH, 1, cached_tokens=0)]
+        outputs = await case.push()
+        assert outputs == [TokenDelta([9], 1), Finished(FinishReason.LENGTH, 1, cached_tokens=0)]
         first.token_ids = [1, 2]
         second.token_ids = [7, 8, 9, 10]
-        assert await case.tell() == [TokenDelta([2], 0)]
+        assert await case.push() == [TokenDelta([2], 0)]
 
     check(body)
 
 
-def test_greedy_choices_are_computed_once_and_told_to_each() -> None:
+def test_greedy_choices_are_computed_once_and_pushed_for_each() -> None:
     async def body() -> None:
         case = Case(sampling=Sampling(n=3, temperature=0.0))
-        told = await case.tell("length", token_ids=[5, 6])
-        assert [output.token_ids for output in told[:3]] == [[5, 6]] * 3
-        assert [output.index for output in told[3:]] == [0, 1, 2]
-        told[0].token_ids.append(1)
-        assert told[1].token_ids == [5, 6], "no list is shared"
+        outputs = await case.push("length", token_ids=[5, 6])
+        assert [output.token_ids for output in outputs[:3]] == [[5, 6]] * 3
+        assert [output.index for output in outputs[3:]] == [0, 1, 2]
+        outputs[0].token_ids.append(1)
+        assert outputs[1].token_ids == [5, 6], "no list is shared"
         assert case.stream.ended
 
     check(body)
 
 
-@pytest.mark.parametrize("hole", [None, {}, {42: score(-1.0)}], ids=["none", "empty", "another token"])
-def test_d05_a_hole_in_the_logprobs_does_not_shift_the_others(hole: Any) -> None:
+@pytest.mark.parametrize("missing", [None, {}, {42: score(-1.0)}], ids=["none", "empty", "another token"])
+def test_d05_a_missing_log_probability_does_not_shift_the_others(missing: Any) -> None:
     async def body() -> None:
         case = Case(output=OutputOptions(logprobs=1))
-        given = [{5: score(-0.5, 1)}, hole, {7: score(-0.25, 1)}]
-        (delta,) = await case.tell(token_ids=[5, 6, 7], logprobs=given)
+        given = [{5: score(-0.5, 1)}, missing, {7: score(-0.25, 1)}]
+        (delta,) = await case.push(token_ids=[5, 6, 7], logprobs=given)
         assert delta.logprobs.chosen == (-0.5, UNKNOWN_LOGPROB, -0.25)
         assert len(delta.logprobs.top) == 3
         assert not math.isinf(UNKNOWN_LOGPROB)
@@ -207,79 +211,79 @@ def test_d05_a_hole_in_the_logprobs_does_not_shift_the_others(hole: Any) -> None
     check(body)
 
 
-def test_d05_there_is_one_log_probability_for_every_token_whatever_comes() -> None:
+def test_d05_every_token_has_one_log_probability() -> None:
     async def body() -> None:
         case = Case(output=OutputOptions(logprobs=0))
-        assert await case.tell(token_ids=[5, 6], logprobs=[-0.5]) == [TokenDelta([5], logprobs=Logprobs((-0.5,)))], (
-            "a token waits for its own"
+        assert await case.push(token_ids=[5, 6], logprobs=[-0.5]) == [TokenDelta([5], logprobs=Logprobs((-0.5,)))], (
+            "a token waits for its log-probability"
         )
-        (delta,) = await case.tell(token_ids=[5, 6], logprobs=[-0.5, -1.5, -9.0])
+        (delta,) = await case.push(token_ids=[5, 6], logprobs=[-0.5, -1.5, -9.0])
         assert (delta.token_ids, delta.logprobs.chosen) == ([6], (-1.5,))
-        *deltas, _ = await case.tell("length", token_ids=[5, 6, 7, 8], logprobs=[-0.5, -1.5, float("nan")])
+        *deltas, _ = await case.push("length", token_ids=[5, 6, 7, 8], logprobs=[-0.5, -1.5, float("nan")])
         assert deltas[0].logprobs.chosen == (UNKNOWN_LOGPROB, UNKNOWN_LOGPROB)
 
     check(body)
 
 
-def test_log_probabilities_that_never_come_are_an_error_and_no_invention() -> None:
+def test_log_probabilities_that_are_all_missing_are_an_error() -> None:
     async def body() -> None:
-        for asked in (OutputOptions(logprobs=0), OutputOptions(prompt_logprobs=0)):
+        for output in (OutputOptions(logprobs=0), OutputOptions(prompt_logprobs=0)):
             with pytest.raises(EngineFailed, match="logprobs"):
-                await Case(output=asked).tell("length", token_ids=[5], logprobs=[], prompt_logprobs=[])
+                await Case(output=output).push("length", token_ids=[5], logprobs=[], prompt_logprobs=[])
 
     check(body)
 
 
-def test_alternatives_come_best_first_with_their_ranks_and_no_more_than_asked() -> None:
+def test_alternatives_are_sorted_by_rank_and_limited_to_the_requested_number() -> None:
     async def body() -> None:
         case = Case(output=OutputOptions(logprobs=2))
         entry = {9: score(-3.0, 7), 4: score(-0.2, 2), 8: score(-0.1, 1)}
-        (delta,) = await case.tell(token_ids=[9], logprobs=[entry])
+        (delta,) = await case.push(token_ids=[9], logprobs=[entry])
         assert delta.logprobs.chosen == (-3.0,)
         assert [(each.rank, each.token_id) for each in delta.logprobs.top[0]] == [(1, 8), (2, 4)]
 
     check(body)
 
 
-def test_infinities_become_numbers_that_json_has() -> None:
+def test_infinite_log_probabilities_become_finite() -> None:
     async def body() -> None:
         case = Case(output=OutputOptions(logprobs=1))
-        (delta,) = await case.tell(token_ids=[5, 6], logprobs=[{5: score(-math.inf)}, {6: score(1e-9)}])
+        (delta,) = await case.push(token_ids=[5, 6], logprobs=[{5: score(-math.inf)}, {6: score(1e-9)}])
         assert delta.logprobs.chosen == (UNKNOWN_LOGPROB, 0.0)
 
     check(body)
 
 
-def test_prompt_log_probabilities_are_about_the_second_token_and_on() -> None:
+def test_prompt_log_probabilities_start_at_the_second_token() -> None:
     async def body() -> None:
         case = Case(output=OutputOptions(prompt_logprobs=1))
         case.output.prompt_logprobs = [{2: score(-1.0, 1)}, {3: score(-2.0, 1)}, {5: score(-3.0, 1)}]
-        *_, end = await case.tell("length", token_ids=[5])
+        *_, end = await case.push("length", token_ids=[5])
         assert end.prompt_logprobs.chosen == (-1.0, -2.0)
 
     check(body)
 
 
-@pytest.mark.parametrize(("told", "counted"), [(0, 0), (2, 2), (32, 3), (-1, 0)])
-def test_no_more_tokens_are_cached_than_the_prompt_has(told: int, counted: int) -> None:
+@pytest.mark.parametrize(("reported", "counted"), [(0, 0), (2, 2), (32, 3), (-1, 0)])
+def test_cached_tokens_are_at_most_the_length_of_the_prompt(reported: int, counted: int) -> None:
     async def body() -> None:
         case = Case()
-        case.result.cached_tokens = told
-        *_, end = await case.tell("length", token_ids=[5])
+        case.result.cached_tokens = reported
+        *_, end = await case.push("length", token_ids=[5])
         assert end.cached_tokens == counted
 
     check(body)
 
 
-def test_a_prefill_hands_over_before_anything_else() -> None:
+def test_handoff_parameters_precede_the_tokens_of_a_prefill() -> None:
     async def body() -> None:
         case = Case(handoff=Produce(), max_tokens=1)
         params = LIBRARY.disaggregated_params(request_type="context_only", opaque_state=b"\x00\xff", ctx_request_id=3)
-        ready, delta, end = await case.tell("not_finished", token_ids=[5], disaggregated_params=params)
+        ready, delta, end = await case.push("not_finished", token_ids=[5], disaggregated_params=params)
         assert ready == HandoffReady({"request_type": "context_only", "ctx_request_id": 3, "opaque_state": "AP8="})
         assert (delta.token_ids, end.reason) == ([5], FinishReason.LENGTH)
         nothing = Case(handoff=Produce(), max_tokens=1)
-        with pytest.raises(EngineFailed, match="where its KV is"):
-            await nothing.tell("not_finished", token_ids=[5])
+        with pytest.raises(EngineFailed, match="location of its KV"):
+            await nothing.push("not_finished", token_ids=[5])
 
     check(body)

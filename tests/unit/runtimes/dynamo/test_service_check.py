@@ -1,4 +1,4 @@
-"""Services that cannot be reached are named at once, instead of after the runtime's own minutes."""
+"""A service that cannot be reached is reported at once, with the reason; the runtime would retry for minutes."""
 
 import asyncio
 
@@ -9,19 +9,19 @@ from baton.errors import ConfigError
 from baton.runtimes.dynamo.service_check import check_services
 from baton.testing.bounded import run_bounded
 
-NOBODY = "127.0.0.1:1"
+UNUSED = "127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (RuntimeOptions(discovery="etcd", etcd=f"http://{NOBODY}"), "etcd.*--runtime-etcd"),
-        (RuntimeOptions(requests="nats", nats=f"nats://{NOBODY}"), "NATS.*--runtime-nats"),
-        (RuntimeOptions(events="nats", nats=f"nats://{NOBODY}"), "NATS.*--runtime-nats"),
-        (RuntimeOptions(discovery="etcd", etcd="http://127.0.0.1:not-a-port"), "etcd"),
+        (RuntimeOptions(discovery="etcd", etcd=f"http://{UNUSED}"), "etcd.*refused.*--runtime-etcd"),
+        (RuntimeOptions(requests="nats", nats=f"nats://{UNUSED}"), "NATS.*--runtime-nats"),
+        (RuntimeOptions(events="nats", nats=f"nats://{UNUSED}"), "NATS.*--runtime-nats"),
+        (RuntimeOptions(discovery="etcd", etcd="http://127.0.0.1:not-a-port"), "etcd.*not-a-port"),
     ],
 )
-def test_a_service_that_does_not_answer_is_named_with_its_flag(options: RuntimeOptions, named: str) -> None:
+def test_an_unreachable_service_is_reported_with_reason_and_flag(options: RuntimeOptions, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         run_bounded(check_services(options))
 
@@ -31,7 +31,7 @@ def test_of_several_addresses_one_is_enough() -> None:
         server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            await check_services(RuntimeOptions(discovery="etcd", etcd=f"http://{NOBODY},http://127.0.0.1:{port}"))
+            await check_services(RuntimeOptions(discovery="etcd", etcd=f"http://{UNUSED},http://127.0.0.1:{port}"))
 
     run_bounded(body())
 

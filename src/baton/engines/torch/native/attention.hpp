@@ -207,7 +207,8 @@ static inline void mix_block(const Span& span, int offset, int count, const floa
         Floats value[D];
         for (int d = 0; d < D; ++d) value[d] = values_at(span, p, offset + d * kLanes);
         for (int n = 0; n < N; ++n)
-            for (int d = 0; d < D; ++d) acc[n][d] += value[d] * weights[n * kSpan + p];
+            for (int d = 0; d < D; ++d)
+                acc[n][d] = multiply_add(value[d], splat(weights[n * kSpan + p]), acc[n][d]);
     }
     for (int n = 0; n < N; ++n)
         for (int d = 0; d < D; ++d) store(out + n * pitch + offset + d * kLanes, acc[n][d]);
@@ -295,14 +296,13 @@ static void attend_to_span(int size, const Span& span, int width, const A* queri
     }
 }
 
-// Adds one more span to the sum of those before it. Never inlined: compiled twice, its products could be rounded twice
-// in one place and once in another.
-__attribute__((noinline)) static void join(float* mixed, Softmax& sums, const float* more, const Softmax& added,
-                                           int pitch) {
+// Adds one more span to the sum of those before it.
+static inline void join(float* mixed, Softmax& sums, const float* more, const Softmax& added, int pitch) {
     float most = std::max(sums.largest, added.largest);
     float keep = exponential(sums.largest - most), scale = exponential(added.largest - most);
-    sums = {most, sums.total * keep + added.total * scale};
-    for (int d = 0; d < pitch; d += kLanes) store(mixed + d, load(mixed + d) * keep + load(more + d) * scale);
+    sums = {most, multiply_add(sums.total, keep, added.total * scale)};
+    for (int d = 0; d < pitch; d += kLanes)
+        store(mixed + d, multiply_add(load(mixed + d), splat(keep), load(more + d) * scale));
 }
 
 }  // namespace baton

@@ -7,8 +7,10 @@
 #include <cstdlib>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace baton {
@@ -87,7 +89,30 @@ static inline void store(bf16* to, Floats value) {
     memcpy(to, &half, sizeof half);
 }
 
-static inline Floats splat(float value) { return Floats{} + value; }
+// Minus zero, not plus zero: x - 0 is x for every x, so no instruction is needed, but -0 + 0 is 0.
+static inline Floats splat(float value) { return value - Floats{}; }
+
+// a * b + c, rounded once where the CPU has an instruction for that, else twice. The library is compiled with
+// -ffp-contract=off, so this is the only place that fuses: a compiler that is free to do so decides for each loop and
+// each CPU, and the same sum would be rounded differently in the code for one row and in the code for two.
+static inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+static inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
 
 template <class V, class T>
 static inline V load_as(const T* from) {
@@ -147,13 +172,14 @@ static inline void tile(const W* const weights[4], int width, const A* inputs, s
         for (int m = 0; m < 4; ++m) {
             if (m < std::abs(P)) fetch<P>(next + std::abs(P) * k + m * kLanes);
             Floats w = load(weights[m] + k);
-            for (int n = 0; n < N; ++n) acc[m][n] += w * in[n];
+            for (int n = 0; n < N; ++n) acc[m][n] = multiply_add(w, in[n], acc[m][n]);
         }
     }
     for (int n = 0; n < N; ++n)
         for (int m = 0; m < 4; ++m) {
             float total = sum(acc[m][n]);
-            for (int i = k; i < width; ++i) total += widen(weights[m][i]) * widen(inputs[n * pitch + i]);
+            for (int i = k; i < width; ++i)
+                total = multiply_add(widen(weights[m][i]), widen(inputs[n * pitch + i]), total);
             out[n * stride + m] = total;
         }
 }
@@ -270,11 +296,15 @@ static inline void multiply(const W* weights, int count, int width, const A* inp
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
-    float shifted = x * 1.44269504f + 12582912.0f;  // The low bits of 1.5 * 2^23 + n are n.
+    float shifted = multiply_add(x, 1.44269504f, 12582912.0f);  // The low bits of 1.5 * 2^23 + n are n.
     float n = shifted - 12582912.0f;
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 0.0416664556f + r * (0.00833345205f + r * 0.00139819994f);
-    p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666655f + r * p)));
+    float r = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, x));
+    float p = multiply_add(r, 0.00139819994f, 0.00833345205f);
+    p = multiply_add(r, p, 0.0416664556f);
+    p = multiply_add(r, p, 0.166666655f);
+    p = multiply_add(r, p, 0.5f);
+    p = multiply_add(r, p, 1.0f);
+    p = multiply_add(r, p, 1.0f);
     uint32_t bits;
     memcpy(&bits, &shifted, 4);
     bits = (bits + 127) << 23;
@@ -287,20 +317,27 @@ static inline float exponential(float x) {
 static inline Floats exponential(Floats x) {
     x = x < splat(-87.0f) ? splat(-87.0f) : x;
     x = x > splat(88.0f) ? splat(88.0f) : x;
-    Floats shifted = x * 1.44269504f + 12582912.0f;
+    Floats shifted = multiply_add(x, splat(1.44269504f), splat(12582912.0f));
     Floats n = shifted - 12582912.0f;
-    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    Floats p = 0.0416664556f + r * (0.00833345205f + r * 0.00139819994f);
-    p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666655f + r * p)));
+    Floats r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), x));
+    Floats p = multiply_add(r, splat(0.00139819994f), splat(0.00833345205f));
+    p = multiply_add(r, p, splat(0.0416664556f));
+    p = multiply_add(r, p, splat(0.166666655f));
+    p = multiply_add(r, p, splat(0.5f));
+    p = multiply_add(r, p, splat(1.0f));
+    p = multiply_add(r, p, splat(1.0f));
     Words bits = ((Words)shifted + 127) << 23;
     return p * (Floats)bits;
 }
 
 template <class W, class A>
 static inline void normalise(const float* x, const W* weight, int width, float eps, A* out) {
-    float squares = 0;
-#pragma omp simd reduction(+ : squares)
-    for (int i = 0; i < width; ++i) squares += x[i] * x[i];
+    // Not an OpenMP reduction: the compiler chooses its order, and may let it depend on the alignment of a row.
+    Floats lanes = {};
+    int k = 0;
+    for (; k + kLanes <= width; k += kLanes) lanes = multiply_add(load(x + k), load(x + k), lanes);
+    float squares = sum(lanes);
+    for (; k < width; ++k) squares = multiply_add(x[k], x[k], squares);
     float scale = 1.0f / __builtin_sqrtf(squares / width + eps);
     put_all<W>(out, width, [&](int i, auto kind) {
         using V = decltype(kind);
@@ -313,8 +350,8 @@ static inline void rotate(float* head, const float* cos, const float* sin, int h
 #pragma omp simd
     for (int i = 0; i < half; ++i) {
         float a = head[i], b = head[i + half];
-        head[i] = a * cos[i] - b * sin[i];
-        head[i + half] = b * cos[i] + a * sin[i];
+        head[i] = multiply_add(a, cos[i], -(b * sin[i]));
+        head[i + half] = multiply_add(b, cos[i], a * sin[i]);
     }
 }
 

@@ -11,8 +11,9 @@ from baton.engine_kit.cpp_build import BuildError, cpu_features, load_library
 log = logging.getLogger(__name__)
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "attention.hpp", "kernels.hpp", "pool.hpp"))
-# Without -ffast-math: NaN and infinity must reach the logits.
-FLAGS = ("-O3", "-w", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+# Without -ffast-math: NaN and infinity must reach the logits. With -ffp-contract=off: a compiler that is free to fuse
+# products into sums does so in some loops only, and a row would depend on the batch it is in.
+FLAGS = ("-O3", "-w", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread")
 
 
 class Shape(ctypes.Structure):

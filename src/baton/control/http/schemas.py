@@ -1,4 +1,4 @@
-"""What the answers of the system server look like, beside those of `protocol/control.py`."""
+"""Bodies of the system server's replies that are not in `protocol/commands.py`."""
 
 from typing import Literal
 
@@ -8,9 +8,9 @@ State = Literal["starting", "serving", "paused", "unhealthy", "draining"]
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/health` tells. `ready` is whether frontends send requests here.
+    """The reply of `/health`. `ready`: discovery has the worker, so frontends send it requests.
 
-    One that is paused is so by order; one that is ill does not answer its canary.
+    State "paused": an operator has paused the worker or released its memory. State "unhealthy": its canary fails.
     """
 
     ready: bool
@@ -22,7 +22,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What went wrong: a code to compare, a message to read, and the field of the body that it is about."""
+    """An error: a code for programs, a message for people, and the field of the body at fault."""
 
     code: str
     message: str
@@ -30,6 +30,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ProblemReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every answer that is not a success."""
+    """The body of every reply that is not a success."""
 
     error: Problem

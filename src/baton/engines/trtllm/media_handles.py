@@ -1,12 +1,12 @@
-"""What an encoder made, for whoever computes the prompt, as plain JSON: handles of tensors, and the prompt. Pure.
+"""Encoded media on the wire to the worker that computes the prompt, as plain JSON: tensor handles and the prompt. Pure.
 
-The keys are the library's own names, and `prompt`: where images stand, and how many tokens each takes, the library
-finds out anew from the text.
+The keys are the library's names, and `prompt`: the library finds the positions of images, and how many tokens each
+takes, in the text of the prompt.
 """
 
 import msgspec
 
-from baton.engines.trtllm.foreign import DisaggregatedFields13, DisaggregatedParams, Handle
+from baton.engines.trtllm.library_types import DisaggregatedFields13, DisaggregatedParams, Handle
 from baton.errors import EngineFailed, InvalidRequest
 from baton.ports.engine import Work
 from baton.protocol.media import MediaHandles
@@ -22,10 +22,10 @@ class Handles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mrope_position_deltas_handle: Handle | None = None
 
 
-def written(params: DisaggregatedParams | None, prompt: str) -> dict[str, object]:
-    """Return what to send to whoever computes the prompt. Raises EngineFailed when there is nothing to send."""
+def to_wire(params: DisaggregatedParams | None, prompt: str) -> dict[str, object]:
+    """Return the handles for the worker that computes the prompt. Raises EngineFailed if there are none."""
     if params is None or not params.multimodal_embedding_handles:
-        raise EngineFailed("the encoder ended without saying where what it made is")
+        raise EngineFailed("the encoder ended without handles of its embeddings")
     wire: dict[str, object] = msgspec.to_builtins(
         Handles(
             prompt=prompt,
@@ -39,7 +39,7 @@ def written(params: DisaggregatedParams | None, prompt: str) -> dict[str, object
 
 
 def handles_of(work: Work) -> Handles | None:
-    """Return the handles that `work` comes with. Raises InvalidRequest, naming the field."""
+    """Return the handles in `work`, if any. Raises InvalidRequest, naming the field."""
     for item in work.media:
         if isinstance(item, MediaHandles):
             try:
@@ -50,7 +50,7 @@ def handles_of(work: Work) -> Handles | None:
 
 
 def fields_of(handles: Handles) -> DisaggregatedFields13:
-    """Return the handles as the library takes them."""
+    """Return the handles as keywords of the library's DisaggregatedParams."""
     return DisaggregatedFields13(
         multimodal_embedding_handles=handles.multimodal_embedding_handles,
         multimodal_hashes=handles.multimodal_hashes,

@@ -1,10 +1,10 @@
-"""How answers leave: pushed from the event loop, as long as that cannot block.
+"""Writes the responses of a stream to the runtime: from the event loop as long as that cannot block.
 
-The runtime queues what is pushed. Of a stream that nobody reads it holds some three hundred messages, and what the
-sockets' buffers take on top; then `send` blocks the thread that called it. So what surely fits is pushed from the event
-loop, which is cheap, and everything after it from a thread of the stream's own: a stalled reader then holds up that
-thread alone, while its tokens merge in the engine's stream. The thread gets a few messages ahead, so that a reader who
-keeps up costs nobody a wait.
+The runtime queues messages. Of a stream that is not read it holds about three hundred, plus what the socket buffers
+take; then `send` blocks the calling thread. So the first messages, which always fit, are sent from the event loop,
+which is cheap, and the rest from a thread of the stream's own: a stalled client blocks that thread alone, while its
+tokens merge in the engine's stream. The thread may have a few messages pending, so that a client that keeps up causes
+no wait.
 """
 
 import asyncio
@@ -19,43 +19,43 @@ from baton.ports.runtime import Wire
 
 INLINE_MESSAGES = 256
 INLINE_BYTES = 65_536
-AHEAD = 16
+MAX_PENDING = 16
 
 
 class Sender(Protocol):
     """The runtime's response sender."""
 
     def send(self, message: Wire) -> None:
-        """Queue a message. Blocks when the queue is full; raises RuntimeError when the caller has left."""
+        """Queue a message. Blocks when the queue is full; raises RuntimeError when the client has disconnected."""
 
     def close(self) -> None:
-        """End the stream well."""
+        """End the stream without an error."""
 
 
-class Egress:
-    """The way out of one stream. Used by one task."""
+class ResponseWriter:
+    """Writes one stream. Used by one task."""
 
-    __slots__ = ("_bytes", "_sender", "_sent", "_stall_s", "_thread")
+    __slots__ = ("_bytes", "_sender", "_sent", "_stall_timeout_s", "_thread")
 
     def __init__(self, sender: Sender, stall_timeout_s: float) -> None:
         self._sender = sender
         self._sent = 0
         self._bytes = 0
-        self._stall_s = stall_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._thread: _SenderThread | None = None
 
     async def send(self, message: Wire) -> None:
-        """Send `message`. Raises Cancelled when the caller has left, ReaderStalled when it does not read."""
+        """Send `message`. Raises Cancelled when the client has disconnected, ReaderStalled when it does not read."""
         if self._fits(message):
             try:
                 self._sender.send(message)
             except RuntimeError:
-                raise Cancelled("the client left") from None
+                raise Cancelled("the client disconnected") from None
             return
         if self._thread is None:
             self._thread = _SenderThread(self._sender)
         self._thread.put(message)
-        await self._until_left(AHEAD)
+        await self._wait_for_pending(MAX_PENDING)
 
     def _fits(self, message: Wire) -> bool:
         """Whether the runtime takes `message` without blocking even if nothing of this stream has been read."""
@@ -67,72 +67,73 @@ class Egress:
         return self._bytes < INLINE_BYTES
 
     async def close(self) -> None:
-        """End the stream well, once all of it has been sent. Raises as `send` does."""
-        await self._until_left(0)
+        """End the stream once all of it has been sent. Raises as `send` does."""
+        await self._wait_for_pending(0)
         self._sender.close()
 
-    async def _until_left(self, count: int) -> None:
-        """Wait until no more than `count` messages are left to send."""
-        if self._thread is None or self._thread.left <= count:
+    async def _wait_for_pending(self, count: int) -> None:
+        """Wait until at most `count` messages are pending."""
+        if self._thread is None or self._thread.pending <= count:
             return
         try:
-            async with asyncio.timeout(self._stall_s):
-                await self._thread.until_left(count)
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._thread.wait_for_pending(count)
         except TimeoutError:
             self.release()
-            raise ReaderStalled(f"the client has not read for {self._stall_s:g} s") from None
+            raise ReaderStalled(f"the client has not read for {self._stall_timeout_s:g} s") from None
 
     def release(self) -> None:
-        """Let the thread go, if there is one. It ends when its last send returns."""
+        """End the thread, if there is one, when its current send returns."""
         if self._thread is not None:
             self._thread.release()
 
 
 class _SenderThread:
-    """A daemon thread that sends for one stream, so that nothing else waits for its reader.
+    """A daemon thread that sends for one stream, so that nothing else waits for its client.
 
-    The loop counts what it puts in and the thread what it has sent. Whoever waits says so first and looks again then;
-    the thread counts first and looks for who waits then: one of them sees the other, with no lock between them.
+    The loop counts the messages it adds and the thread those it has sent. A waiter first publishes its future and then
+    reads the count; the thread first counts and then looks for a future. One of them always sees the other, without a
+    lock.
     """
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Wire | None] = queue.SimpleQueue()
-        self._put = 0
+        self._added = 0
         self._sent = 0
         self._error: Exception | None = None
         self._released = False
         self._waiting: asyncio.Future[None] | None = None
-        threading.Thread(target=self._run, name="baton-egress", daemon=True).start()
+        threading.Thread(target=self._run, name="baton-responses", daemon=True).start()
 
     @property
-    def left(self) -> int:
+    def pending(self) -> int:
         """How many messages have not been sent. Raises what one of them failed with."""
         if self._error is not None:
             raise self._error
-        return self._put - self._sent
+        return self._added - self._sent
 
     def put(self, message: Wire) -> None:
-        """Take `message` to be sent after those before it. Raises what one of those failed with."""
+        """Queue `message` to be sent. Raises what an earlier one failed with."""
         if self._error is not None:
             raise self._error
-        self._put += 1
+        self._added += 1
         self._inbox.put(message)
 
-    async def until_left(self, count: int) -> None:
-        """Wait until no more than `count` messages are left. Raises what one of them failed with."""
+    async def wait_for_pending(self, count: int) -> None:
+        """Wait until at most `count` messages are pending. Raises what one of them failed with."""
         try:
             while True:
                 self._waiting = self._loop.create_future()
-                if self.left <= count:
+                if self.pending <= count:
                     return
                 await self._waiting
         finally:
             self._waiting = None
 
     def release(self) -> None:
-        """Send nothing more, and end."""
+        """Send nothing more, and end the thread."""
         self._released = True
         self._inbox.put(None)
 
@@ -141,14 +142,14 @@ class _SenderThread:
             try:
                 self._sender.send(message)
             except RuntimeError:
-                self._error = Cancelled("the client left")
-            except Exception as raised:  # noqa: BLE001 - raised where the next message is sent
+                self._error = Cancelled("the client disconnected")
+            except Exception as raised:  # noqa: BLE001 - raised when the next message is sent
                 self._error = raised
             self._sent += 1
             if (waiting := self._waiting) is not None:
                 try:
                     self._loop.call_soon_threadsafe(_settle, waiting)
-                except RuntimeError:  # the loop has closed: nobody waits
+                except RuntimeError:  # the loop has closed, with every waiter
                     return
             if self._error is not None:
                 return

@@ -1,4 +1,4 @@
-"""The TensorRT-LLM adapter around its requests: what fails one, what fails all, and what it tells and takes."""
+"""The TensorRT-LLM adapter: which errors fail one request and which all, readings, metrics, LoRA and start-up."""
 
 import asyncio
 import logging
@@ -13,11 +13,13 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from baton.config.engines import TrtllmOptions
+from baton.config.settings import Settings
 from baton.engines.echo.engine import MODEL_DIR
-from baton.engines.trtllm import adapter, health
+from baton.engines.registry import build_engine
 from baton.engines.trtllm.adapter import TrtllmEngine
+from baton.engines.trtllm.lifecycle import Timeouts
 from baton.errors import Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
-from baton.ports.engine import Work
+from baton.ports.engine import HandoffStyle, Work
 from baton.protocol.commands import ListLoras, LoadLora, Pause, UnloadLora
 from baton.protocol.events import KvStored, LoadSnapshot
 from baton.protocol.ids import new_request_id
@@ -37,10 +39,16 @@ ARGUMENTS = (
 both = pytest.mark.parametrize("version", VERSIONS)
 
 
-def make(version: str, world: World, *more: str, library: Any = None, **options: Any) -> TrtllmEngine:
-    library = library or make_library(version, world, CollectorRegistry())
+def make(
+    version: str, world: World, *more: str, library: Any = None, timeouts: Timeouts | None = None, **options: Any
+) -> TrtllmEngine:
     return TrtllmEngine(
-        TrtllmOptions(poll_ms=20, **options), (*ARGUMENTS, *more), MODEL_DIR, "double", "whole", library
+        TrtllmOptions(poll_ms=20, **options),
+        (*ARGUMENTS, *more),
+        MODEL_DIR,
+        "double",
+        library=library or make_library(version, world, CollectorRegistry()),
+        timeouts=timeouts or Timeouts(),
     )
 
 
@@ -67,7 +75,7 @@ def work(*prompt: int, tokens: int = 8, **changes: Any) -> Work:
 
 @both
 @pytest.mark.parametrize("fault", ["request", "garbage", "timeout"])
-def test_d12_a_bad_request_ends_nothing_else(version: str, fault: str) -> None:
+def test_d12_a_request_that_fails_leaves_the_others_running(version: str, fault: str) -> None:
     async def body() -> None:
         world = World()
         world.fail_prompts[7] = fault
@@ -76,7 +84,7 @@ def test_d12_a_bad_request_ends_nothing_else(version: str, fault: str) -> None:
             with pytest.raises(EngineFailed):
                 await read_to_the_end(session.engine.submit(work(7, tokens=300, output=OutputOptions(logprobs=1))))
             assert len((await read_to_the_end(other)).tokens[0]) == 300
-            assert world.cancelled == (fault == "garbage"), "the engine does not go on with what nobody reads"
+            assert world.cancelled == (fault == "garbage"), "a request that cannot be read is aborted"
             await session.as_at_the_start(5)
             assert len((await read_to_the_end(session.engine.submit(work(2)))).tokens[0]) == 8
 
@@ -84,7 +92,7 @@ def test_d12_a_bad_request_ends_nothing_else(version: str, fault: str) -> None:
 
 
 @both
-def test_d12_only_a_dead_engine_ends_all_and_says_so_to_each(version: str) -> None:
+def test_d12_a_dead_engine_ends_every_stream_with_engine_dead(version: str) -> None:
     async def body() -> None:
         world = World()
         world.fail_prompts[7] = "die"
@@ -102,35 +110,34 @@ def test_d12_only_a_dead_engine_ends_all_and_says_so_to_each(version: str) -> No
     run_bounded(body())
 
 
-class Spied:
-    """A library whose engine can be reached, so that a test can do to it what the world does."""
+class RecordingLibrary:
+    """A double that keeps the engines it has built, for tests that shut one down from outside."""
 
     def __init__(self, version: str, world: World) -> None:
-        self.made: list[Any] = []
+        self.engines: list[Any] = []
         real = make_library(version, world, CollectorRegistry())
 
-        def llm(**given: Any) -> Any:
-            self.made.append(real.llm(**given))
-            return self.made[-1]
+        def llm(**arguments: Any) -> Any:
+            self.engines.append(real.llm(**arguments))
+            return self.engines[-1]
 
         self.library = msgspec.structs.replace(real, llm=llm)
 
 
 @both
-def test_an_engine_that_dies_while_nothing_runs_is_noticed(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_that_dies_is_detected(version: str) -> None:
     async def body() -> None:
         world = World()
-        spied = Spied(version, world)
-        engine = make(version, world, library=spied.library)
+        recording = RecordingLibrary(version, world)
+        engine = make(version, world, library=recording.library, timeouts=Timeouts(health_interval_s=0.05))
         async with started(engine):
-            spied.made[0].shutdown()
-            await eventually(lambda: not model_input(engine))
+            recording.engines[0].shutdown()
+            await eventually(lambda: not accepts_requests(engine))
 
-    monkeypatch.setattr(health, "HEALTH_EVERY_S", 0.05)
     run_bounded(body())
 
 
-def model_input(engine: TrtllmEngine) -> bool:
+def accepts_requests(engine: TrtllmEngine) -> bool:
     try:
         engine.submit(work(1, tokens=1))
     except EngineDead:
@@ -138,23 +145,23 @@ def model_input(engine: TrtllmEngine) -> bool:
     return True
 
 
-def test_a_health_check_that_never_answers_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_health_check_that_times_out_ends_the_engine() -> None:
     async def body() -> None:
         world, over = World(), threading.Event()
-        engine = make("1.3.0rc22", world, library=with_llm(world, _check_health=lambda: over.wait(20)))
+        library = with_llm(world, _check_health=lambda: over.wait(20))
+        timeouts = Timeouts(health_interval_s=0.05, health_timeout_s=0.2)
+        engine = make("1.3.0rc22", world, library=library, timeouts=timeouts)
         async with started(engine) as session:
             stream = session.engine.submit(work(1, tokens=2000))
-            with pytest.raises(EngineDead, match="does not answer"):
+            with pytest.raises(EngineDead, match="has not returned within"):
                 await read_to_the_end(stream)
         over.set()
 
-    monkeypatch.setattr(health, "HEALTH_EVERY_S", 0.05)
-    monkeypatch.setattr(health, "HEALTH_LIMIT_S", 0.2)
     run_bounded(body())
 
 
 def with_llm(world: World, version: str = "1.3.0rc22", **changed: Any) -> Any:
-    """Return a library whose engine has some methods changed."""
+    """Return a double whose engine has some methods replaced."""
     real = make_library(version, world, CollectorRegistry())
 
     class Changed:
@@ -164,18 +171,18 @@ def with_llm(world: World, version: str = "1.3.0rc22", **changed: Any) -> Any:
         def __getattr__(self, name: str) -> Any:
             return changed.get(name) or getattr(self._inner, name)
 
-    return msgspec.structs.replace(real, llm=lambda **given: Changed(real.llm(**given)))
+    return msgspec.structs.replace(real, llm=lambda **arguments: Changed(real.llm(**arguments)))
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected"),
     [
         (ValueError("top_k is odd"), InvalidRequest),
         (TypeError("no such input"), InvalidRequest),
         (RuntimeError("something broke"), EngineFailed),
     ],
 )
-def test_what_a_call_raises_is_translated(error: Exception, told: type[Exception]) -> None:
+def test_errors_of_generate_async_are_translated(error: Exception, expected: type[Exception]) -> None:
     async def body() -> None:
         world, broken = World(), list[Exception]()
         library = make_library("1.3.0rc22", world, CollectorRegistry())
@@ -187,15 +194,15 @@ def test_what_a_call_raises_is_translated(error: Exception, told: type[Exception
             def __getattr__(self, name: str) -> Any:
                 return getattr(self._inner, name)
 
-            def generate_async(self, **asked: Any) -> Any:
+            def generate_async(self, **arguments: Any) -> Any:
                 if broken:
                     raise broken[0]
-                return self._inner.generate_async(**asked)
+                return self._inner.generate_async(**arguments)
 
-        spied = msgspec.structs.replace(library, llm=lambda **given: Changed(library.llm(**given)))
-        async with started(make("1.3.0rc22", world, library=spied)) as session:
+        changed = msgspec.structs.replace(library, llm=lambda **arguments: Changed(library.llm(**arguments)))
+        async with started(make("1.3.0rc22", world, library=changed)) as session:
             broken.append(error)
-            with pytest.raises(told):
+            with pytest.raises(expected):
                 session.engine.submit(work(1))
             assert session.busy() == 0
             broken.clear()
@@ -205,14 +212,11 @@ def test_what_a_call_raises_is_translated(error: Exception, told: type[Exception
 
 
 @both
-def test_a_prompt_that_the_engine_refuses_is_the_requests_fault(version: str) -> None:
+def test_a_prompt_that_the_library_rejects_is_an_invalid_request(version: str) -> None:
     async def body() -> None:
         async with started(make(version, World(), "--max_num_tokens=100")) as session:
             with pytest.raises(InvalidRequest, match="max_num_tokens"):
                 session.engine.submit(work(*range(1, 150)))
-            for wrong in (work(258), work(-1), work(1, tokens=3000)):
-                with pytest.raises(InvalidRequest):
-                    session.engine.submit(wrong)
             assert session.busy() == 0
 
     run_bounded(body())
@@ -222,35 +226,34 @@ def test_a_prompt_that_the_engine_refuses_is_the_requests_fault(version: str) ->
 def test_an_id_is_in_use_until_its_request_has_ended(version: str) -> None:
     async def body() -> None:
         async with started(make(version, World())) as session:
-            asked = work(1, tokens=500)
-            session.engine.submit(asked)
+            request = work(1, tokens=500)
+            session.engine.submit(request)
             with pytest.raises(InvalidRequest, match="in use"):
-                session.engine.submit(asked)
-            await session.engine.abort(asked.request_id)
-            assert await session.engine.submit(asked).read()
+                session.engine.submit(request)
+            await session.engine.abort(request.request_id)
+            assert await session.engine.submit(request).read()
 
     run_bounded(body())
 
 
-def test_an_abort_that_the_engine_does_not_answer_returns_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_returns_after_its_timeout() -> None:
     async def body() -> None:
         world = World()
-        async with started(make("1.3.0rc22", world)) as session:
+        async with started(make("1.3.0rc22", world, timeouts=Timeouts(abort_s=0.1))) as session:
             world.step_s = 3.0
             await asyncio.sleep(0.02)
-            asked = work(1, tokens=500)
-            stream = session.engine.submit(asked)
-            await asyncio.wait_for(session.engine.abort(asked.request_id), 1)
+            request = work(1, tokens=500)
+            stream = session.engine.submit(request)
+            await asyncio.wait_for(session.engine.abort(request.request_id), 1)
             with pytest.raises(Cancelled):
                 await stream.read()
             world.step_s = 0.001
 
-    monkeypatch.setattr(adapter, "ABORT_S", 0.1)
     run_bounded(body())
 
 
 @both
-def test_d19_readings_begin_at_once_and_survive_an_error(version: str) -> None:
+def test_d19_readings_start_with_the_engine_and_survive_errors(version: str) -> None:
     async def body() -> None:
         world = World()
         async with started(make(version, world)) as session:
@@ -260,13 +263,13 @@ def test_d19_readings_begin_at_once_and_survive_an_error(version: str) -> None:
             prompt = tuple(range(1, 101))
             stream = session.engine.submit(work(*prompt, tokens=1900))
             await eventually(lambda: (session.used_blocks() or 0) > 0)
-            await eventually(lambda: any(isinstance(told, KvStored) for told in session.readings), 15)
+            await eventually(lambda: any(isinstance(reading, KvStored) for reading in session.readings), 15)
             assert len((await read_to_the_end(stream)).tokens[0]) == 1900
             await session.as_at_the_start(5)
-            loads = [told for told in session.readings if isinstance(told, LoadSnapshot)]
+            loads = [reading for reading in session.readings if isinstance(reading, LoadSnapshot)]
             assert max(load.running for load in loads) == 1
             assert loads[-1] == LoadSnapshot(0, 0, 0, 256)
-            (stored,) = [told for told in session.readings if isinstance(told, KvStored)]
+            (stored,) = [reading for reading in session.readings if isinstance(reading, KvStored)]
             assert stored.token_ids == prompt[:96]
             assert stored.block_size == session.info.block_size == 16
 
@@ -274,33 +277,33 @@ def test_d19_readings_begin_at_once_and_survive_an_error(version: str) -> None:
 
 
 @both
-def test_d20_a_model_with_two_kinds_of_attention_tells_each_block_once(version: str) -> None:
+def test_d20_a_model_with_two_kinds_of_attention_publishes_each_block_once(version: str) -> None:
     async def body() -> None:
         world = World()
         world.windows = (64,)
         async with started(make(version, world)) as session:
             await read_to_the_end(session.engine.submit(work(*range(1, 101))))
-            await eventually(lambda: any(isinstance(told, KvStored) for told in session.readings))
+            await eventually(lambda: any(isinstance(reading, KvStored) for reading in session.readings))
             await asyncio.sleep(0.2)
-            assert len([told for told in session.readings if isinstance(told, KvStored)]) == 1
+            assert len([reading for reading in session.readings if isinstance(reading, KvStored)]) == 1
 
     run_bounded(body())
 
 
-def test_no_events_are_asked_for_when_the_user_wants_none() -> None:
+def test_kv_events_are_not_polled_when_the_user_disables_them() -> None:
     async def body() -> None:
-        asked: list[float] = []
-        library = with_llm(World(), get_kv_cache_events=lambda timeout: asked.append(timeout) or [])
+        polled: list[float] = []
+        library = with_llm(World(), get_kv_cache_events=lambda timeout: polled.append(timeout) or [])
         for more in (("--kv_cache_config.event_buffer_max_size=0",), ("--kv_cache_config.enable_block_reuse=false",)):
             async with started(make("1.3.0rc22", World(), *more, library=library)):
                 await asyncio.sleep(0.1)
-        assert asked == []
+        assert polled == []
 
     run_bounded(body())
 
 
 @both
-def test_the_engines_own_metrics_keep_their_names(version: str) -> None:
+def test_metrics_of_the_library_keep_their_names(version: str) -> None:
     async def body() -> None:
         registered = set(REGISTRY._collector_to_names)
         library = make_library(version, World())
@@ -324,12 +327,11 @@ def test_the_engines_own_metrics_keep_their_names(version: str) -> None:
 
 
 @both
-def test_log_probabilities_of_the_prompt_and_of_the_answer_come_from_the_engine(version: str) -> None:
+def test_log_probabilities_of_prompt_and_output_are_the_engines(version: str) -> None:
     async def body() -> None:
         async with started(make(version, World())) as session:
-            asked = work(1, 2, 3, tokens=2, output=OutputOptions(logprobs=2, prompt_logprobs=0))
             outputs: list[Any] = []
-            stream = session.engine.submit(asked)
+            stream = session.engine.submit(work(1, 2, 3, tokens=2, output=OutputOptions(logprobs=2, prompt_logprobs=0)))
             while read := await stream.read():
                 outputs += read
             end = outputs[-1]
@@ -338,20 +340,20 @@ def test_log_probabilities_of_the_prompt_and_of_the_answer_come_from_the_engine(
             assert end.prompt_logprobs is not None
             assert len(end.prompt_logprobs.chosen) == 2
             assert end.prompt_logprobs.top == ()
-            best = [[place.rank for place in position] for delta in outputs[:-1] for position in delta.logprobs.top]
+            best = [[entry.rank for entry in position] for delta in outputs[:-1] for position in delta.logprobs.top]
             assert best == [[1, 2], [1, 2]]
 
     run_bounded(body())
 
 
 @both
-def test_several_choices_by_chance_each_end_for_a_legal_reason(version: str) -> None:
+def test_sampled_choices_end_each_with_a_legal_reason(version: str) -> None:
     async def body() -> None:
         async with started(make(version, World())) as session:
-            asked = work(
+            request = work(
                 1, tokens=40, sampling=Sampling(n=3, seed=5), stop=StopConditions(stop_token_ids=tuple(range(60)))
             )
-            answer = await read_to_the_end(session.engine.submit(asked), 3)
+            answer = await read_to_the_end(session.engine.submit(request), 3)
             for tokens, end in zip(answer.tokens, answer.ends, strict=True):
                 assert end is not None
                 if end.reason is FinishReason.STOP:
@@ -359,9 +361,9 @@ def test_several_choices_by_chance_each_end_for_a_legal_reason(version: str) -> 
                 else:
                     assert (end.reason, len(tokens)) == (FinishReason.LENGTH, 40)
             again = await read_to_the_end(
-                session.engine.submit(msgspec.structs.replace(asked, request_id=new_request_id("t"))), 3
+                session.engine.submit(msgspec.structs.replace(request, request_id=new_request_id("t"))), 3
             )
-            assert again.tokens == answer.tokens, "chance follows its seed"
+            assert again.tokens == answer.tokens, "the seed decides"
 
     run_bounded(body())
 
@@ -382,11 +384,10 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path) -> None:
                     await engine.execute(wrong)
             stream = engine.submit(work(1, tokens=200, lora_name="mine"))
             assert (await engine.execute(UnloadLora(name="mine"))).adapters == ("given",)
-            assert session.busy() == 0, "it waits for those who use it"
+            assert session.busy() == 0, "unloading waits for the requests that use the adapter"
             assert len((await read_to_the_end(stream)).tokens[0]) == 200
-            for refused in (engine.execute(UnloadLora(name="mine")),):
-                with pytest.raises(InvalidRequest):
-                    await refused
+            with pytest.raises(InvalidRequest):
+                await engine.execute(UnloadLora(name="mine"))
             with pytest.raises(InvalidRequest, match="lora_name"):
                 engine.submit(work(1, lora_name="mine"))
             with pytest.raises(Unsupported):
@@ -395,17 +396,30 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path) -> None:
     run_bounded(body())
 
 
-def test_without_adapters_there_are_none_to_order() -> None:
-    async def body() -> None:
-        async with started(make("1.3.0rc22", World())) as session:
-            assert not session.engine.capabilities.lora
-            with pytest.raises(Unsupported):
-                await session.engine.execute(ListLoras())
+@pytest.mark.parametrize(
+    ("role", "handoff"),
+    [("aggregated", HandoffStyle.NONE), ("prefill", HandoffStyle.LATE), ("decode", HandoffStyle.LATE)],
+)
+def test_the_role_decides_the_request_type(role: Any, handoff: HandoffStyle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    engine = build_engine(Settings(engine="trtllm", role=role, model=str(MODEL_DIR), name="model"))
+    assert isinstance(engine, TrtllmEngine)
+    assert engine.capabilities.handoff is handoff
 
-    run_bounded(body())
+
+def test_an_embedding_model_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    (tmp_path / "modules.json").write_text("[]")
+    with pytest.raises(ConfigError, match="embeddings"):
+        build_engine(Settings(engine="trtllm", model=str(tmp_path), name="model"))
 
 
-def test_guidance_is_promised_when_something_can_guide() -> None:
+def test_lora_is_a_capability_only_if_the_arguments_enable_it() -> None:
+    assert not make("1.3.0rc22", World()).capabilities.lora
+    assert make("1.3.0rc22", World(), "--enable_lora").capabilities.lora
+
+
+def test_guided_decoding_is_a_capability_only_with_a_backend() -> None:
     assert make("1.3.0rc22", World()).capabilities.guided == frozenset()
     by_option = make("1.3.0rc22", World(), guided="xgrammar")
     by_argument = make("1.3.0rc22", World(), "--guided_decoding_backend=llguidance")
@@ -414,20 +428,20 @@ def test_guidance_is_promised_when_something_can_guide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told", "names"),
+    ("changed", "expected", "names"),
     [
         ({"get_kv_cache_capacity": dict}, EngineDead, "KV cache"),
         ({"generate_async": None}, EngineDead, "first request"),
     ],
 )
-def test_an_engine_that_does_not_work_does_not_start(changed: Any, told: Any, names: str) -> None:
-    def broken(**asked: Any) -> Any:
+def test_an_engine_that_fails_its_first_request_does_not_start(changed: Any, expected: Any, names: str) -> None:
+    def broken(**arguments: Any) -> Any:
         raise RuntimeError("CUDA error")
 
     async def body() -> None:
         library = with_llm(World(), **{name: value or broken for name, value in changed.items()})
         engine = make("1.3.0rc22", World(), library=library)
-        with pytest.raises(told, match=names):
+        with pytest.raises(expected, match=names):
             await engine.start()
         await engine.stop()
 
@@ -435,29 +449,29 @@ def test_an_engine_that_does_not_work_does_not_start(changed: Any, told: Any, na
 
 
 @pytest.mark.parametrize(
-    ("error", "told"), [(ValueError("dtype: bad"), ConfigError), (RuntimeError("out of memory"), EngineDead)]
+    ("error", "expected"), [(ValueError("dtype: bad"), ConfigError), (RuntimeError("out of memory"), EngineDead)]
 )
-def test_a_library_that_cannot_start_says_whose_fault_it_is(error: Exception, told: type[Exception]) -> None:
-    def broken(**given: Any) -> Any:
+def test_errors_of_the_constructor_are_translated(error: Exception, expected: type[Exception]) -> None:
+    def broken(**arguments: Any) -> Any:
         raise error
 
     async def body() -> None:
         library = msgspec.structs.replace(make_library("1.3.0rc22", World(), CollectorRegistry()), llm=broken)
-        with pytest.raises(told, match=str(error)):
+        with pytest.raises(expected, match=str(error)):
             await make("1.3.0rc22", World(), library=library).start()
 
     run_bounded(body())
 
 
-def test_a_start_that_nobody_waits_for_any_more_leaves_no_engine() -> None:
+def test_an_engine_whose_start_was_cancelled_is_shut_down() -> None:
     async def body() -> None:
-        go, made = threading.Event(), list[Any]()
+        go, engines = threading.Event(), list[Any]()
         real = make_library("1.3.0rc22", World(), CollectorRegistry())
 
-        def slow(**given: Any) -> Any:
+        def slow(**arguments: Any) -> Any:
             go.wait(5)
-            made.append(real.llm(**given))
-            return made[0]
+            engines.append(real.llm(**arguments))
+            return engines[0]
 
         engine = make("1.3.0rc22", World(), library=msgspec.structs.replace(real, llm=slow))
         starting = asyncio.create_task(engine.start())
@@ -465,12 +479,12 @@ def test_a_start_that_nobody_waits_for_any_more_leaves_no_engine() -> None:
         starting.cancel()
         await engine.stop()
         go.set()
-        await eventually(lambda: bool(made) and made[0]._executor is None)
+        await eventually(lambda: bool(engines) and engines[0]._executor is None)
 
     run_bounded(body())
 
 
-def test_a_priority_that_the_version_has_not_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_priority_that_the_version_lacks_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         async with started(make("1.2.1", World())) as session:
             for _ in range(3):

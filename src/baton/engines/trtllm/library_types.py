@@ -1,7 +1,7 @@
-"""TensorRT-LLM as this adapter sees it: every member and every keyword that it uses, and no other.
+"""The types of TensorRT-LLM that the adapter uses: exactly the members and keywords that it accesses.
 
-mypy holds the adapter to these shapes, and `baton.testing.facts` holds the shapes to what each supported version has.
-A name that ends with 13 adds what is there since 1.3 only.
+mypy checks the adapter against these types; a contract test checks the types against the recorded facts of every
+supported version. A name that ends with 13 adds members that exist since 1.3.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -13,7 +13,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "CompletionOutput": ("executor.result.CompletionOutput",),
     "Result": ("llmapi.llm.RequestOutput", "executor.result.GenerationResult", "executor.result.GenerationResultBase"),
     "Executor": ("executor.executor.GenerationExecutor",),
-    "Living": ("llmapi.llm.BaseLLM",),
+    "LibraryEngine": ("llmapi.llm.BaseLLM",),
     "Llm": ("llmapi.llm.BaseLLM",),
     "MetricsCollector": ("metrics.collector.MetricsCollector",),
     "SamplingFields": ("sampling_params.SamplingParams",),
@@ -22,10 +22,10 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "SchedulingFields": ("scheduling_params.SchedulingParams",),
     "LoraFields": ("executor.request.LoRARequest",),
     "GenerateFields": ("llmapi.llm.BaseLLM.generate_async",),
-    "PromptFields": ("inputs.data.TokensPrompt",),
-    "TextFields": ("inputs.data.TextPrompt",),
-    "BothFields": ("inputs.data.TokensPrompt",),
-    "PictureFields": ("inputs.data.TokensPrompt",),
+    "TokensPromptFields": ("inputs.data.TokensPrompt",),
+    "TextPromptFields": ("inputs.data.TextPrompt",),
+    "TokensAndTextFields": ("inputs.data.TokensPrompt",),
+    "ImagePromptFields": ("inputs.data.TokensPrompt",),
     "EncodeFields": ("llmapi.mm_encoder.MultimodalEncoder.generate_async",),
     "Encoder": ("llmapi.mm_encoder.MultimodalEncoder",),
     "EncodeResult": (
@@ -37,12 +37,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "SharedTensors": ("_torch.shared_tensor.shared_tensor.SharedTensorContainer",),
     "MakeLogprob": ("executor.result.Logprob",),
     "MakeCollector": ("metrics.collector.MetricsCollector",),
-    "MakeId13": ("llmapi.disagg_utils.get_global_disagg_request_id",),
+    "MakeHandoffId13": ("llmapi.disagg_utils.get_global_disagg_request_id",),
 }
 
 
 class Logprob(Protocol):
-    """How likely a token was, and its place among all tokens (from 1)."""
+    """The log-probability of a token, and its rank among all tokens (from 1)."""
 
     logprob: float
     rank: int | None
@@ -51,11 +51,11 @@ class Logprob(Protocol):
 TokenLogprob = Mapping[int, Logprob] | float | None
 
 
-Handle = dict[str, object]  # where a tensor lies that other processes can read, as plain JSON
+Handle = dict[str, object]  # of a tensor that other processes can read, as plain JSON
 
 
 class DisaggregatedParams(Protocol):
-    """What a prefill tells a decode, and an encoder a prefill."""
+    """Parameters that a context-only request returns for its generation-only request, and an encoder for both."""
 
     first_gen_tokens: list[int] | None
     ctx_request_id: int | None
@@ -68,7 +68,7 @@ class DisaggregatedParams(Protocol):
 
 
 class DisaggregatedParams13(DisaggregatedParams, Protocol):
-    """What it tells since 1.3."""
+    """The same since 1.3."""
 
     first_gen_log_probs: Sequence[TokenLogprob] | None
     disagg_request_id: int | None
@@ -79,7 +79,7 @@ class DisaggregatedParams13(DisaggregatedParams, Protocol):
 
 
 class CompletionOutput(Protocol):
-    """One choice, with everything since its beginning; the same object at every step."""
+    """One choice, with all of its tokens so far; the same object at every step."""
 
     index: int
     token_ids: list[int] | None
@@ -91,7 +91,7 @@ class CompletionOutput(Protocol):
 
 
 class Result(Protocol):
-    """One request. Iterating over it gives the object itself, again after every step; for one reader only."""
+    """One request. Iterating yields the object itself after every step; for one reader only."""
 
     cached_tokens: int
     metrics_dict: dict[object, object]
@@ -102,20 +102,20 @@ class Result(Protocol):
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt as the engine computes it, with a token for each piece of an image."""
+        """The prompt as the engine computes it, with the tokens that stand for images."""
 
     @property
     def finished(self) -> bool:
         """Whether no step follows."""
 
     def abort(self) -> None:
-        """Ask the engine to end it; a last step tells that it has."""
+        """Ask the engine to end it; one more step follows."""
 
     def __aiter__(self) -> AsyncIterator["Result"]: ...
 
 
 class EncodeResult(Protocol):
-    """One request of an encoder. What the handles name is held at least as long as this object is."""
+    """One request of an encoder. The tensors of its handles are held at least as long as this object is."""
 
     disaggregated_params: DisaggregatedParams | None
 
@@ -127,10 +127,10 @@ class EncodeResult(Protocol):
 
 
 class Executor(Protocol):
-    """What runs behind an Llm."""
+    """The executor behind an Llm."""
 
     def is_shutdown(self) -> bool:
-        """Whether it takes no more work."""
+        """Whether it accepts no more requests."""
 
 
 class SamplingFields(TypedDict, total=False):
@@ -215,23 +215,23 @@ class LoraFields(TypedDict):
     lora_path: str
 
 
-class PromptFields(TypedDict):
+class TokensPromptFields(TypedDict):
     """A prompt of tokens."""
 
     prompt_token_ids: list[int]
 
 
-class TextFields(TypedDict, total=False):
+class TextPromptFields(TypedDict, total=False):
     """A prompt of text."""
 
     prompt: str
 
 
-class BothFields(PromptFields, TextFields):
-    """A prompt as tokens and as text. Where images stand in it is read from the text."""
+class TokensAndTextFields(TokensPromptFields, TextPromptFields):
+    """A prompt as tokens and as text. The library finds the positions of images in the text."""
 
 
-class PictureFields(PromptFields):
+class ImagePromptFields(TokensPromptFields):
     """A prompt of tokens, with images."""
 
     multi_modal_data: Mapping[str, Sequence[object]]
@@ -241,13 +241,13 @@ class PictureFields(PromptFields):
 class EncodeFields(TypedDict):
     """Keywords of an encoder's `generate_async`."""
 
-    inputs: PictureFields
+    inputs: ImagePromptFields
 
 
 class GenerateFields(TypedDict, total=False):
-    """Keywords of `generate_async`. By keyword always: versions put new ones between old ones."""
+    """Keywords of `generate_async`. Passed by keyword, because versions insert new parameters between old ones."""
 
-    inputs: PromptFields
+    inputs: TokensPromptFields
     sampling_params: object
     lora_request: object
     streaming: bool
@@ -263,30 +263,30 @@ class GenerateFields13(GenerateFields, total=False):
     priority: float
 
 
-class Living(Protocol):
-    """An engine or an encoder, as far as it lives."""
+class LibraryEngine(Protocol):
+    """What an engine and an encoder have in common."""
 
     _executor: Executor | None
 
     def shutdown(self) -> None:
-        """End everything; blocks."""
+        """Shut down; blocks."""
 
 
-class Living13(Living, Protocol):
+class LibraryEngine13(LibraryEngine, Protocol):
     """The same since 1.3."""
 
     def _check_health(self) -> bool:
-        """Return whether it lives; blocks."""
+        """Return whether it is healthy; blocks."""
 
 
-class Llm(Living, Protocol):
+class Llm(LibraryEngine, Protocol):
     """The library's engine."""
 
     def generate_async(self, **fields: Unpack[GenerateFields13]) -> Result:
-        """Take a request in. Not a coroutine; called on the event loop that will read the result."""
+        """Accept a request. Not a coroutine; called on the event loop that will read the result."""
 
     def get_stats(self, timeout: float) -> list[dict[str, object]]:
-        """Return what each iteration since the last call tells; blocks up to `timeout` seconds."""
+        """Return the statistics of each iteration since the last call; blocks up to `timeout` seconds."""
 
     def get_kv_cache_events(self, timeout: float) -> list[dict[str, object]]:
         """Return the KV events since the last call; blocks up to `timeout` seconds."""
@@ -299,25 +299,25 @@ class Llm13(Llm, Protocol):
         """Return the size of the cache; blocks."""
 
 
-class Encoder(Living, Protocol):
+class Encoder(LibraryEngine, Protocol):
     """The library's encoder of media."""
 
     def generate_async(self, **fields: Unpack[EncodeFields]) -> EncodeResult:
-        """Cut the images into pieces, which takes its time, and have them encoded."""
+        """Preprocess the images, which is slow, and submit them to the encoder."""
 
 
 class SharedTensor(Protocol):
     """A tensor of another process."""
 
     def get_local_view(self) -> object:
-        """Open it. When what this returns is gone, the owner knows that one reader has done with it."""
+        """Open it. The owner counts the reader as done when the returned object is deleted."""
 
 
 class SharedTensors(Protocol):
-    """The class of those."""
+    """The class of shared tensors."""
 
     def from_dict(self, tensor_info: Handle) -> SharedTensor:
-        """Return the tensor that a handle names."""
+        """Return the tensor of a handle."""
 
 
 class MetricsCollector(Protocol):
@@ -325,14 +325,14 @@ class MetricsCollector(Protocol):
 
 
 class MetricsCollector12(MetricsCollector, Protocol):
-    """How it is told in 1.2."""
+    """Its method in 1.2."""
 
     def log_metrics_dict(self, metrics_dict: dict[object, object]) -> None:
         """Count a request that has ended."""
 
 
 class MetricsCollector13(MetricsCollector, Protocol):
-    """How it is told since 1.3."""
+    """Its methods since 1.3."""
 
     def log_request_metrics_dict(self, metrics_dict: dict[object, object]) -> None:
         """Count a request that has ended."""
@@ -342,7 +342,7 @@ class MetricsCollector13(MetricsCollector, Protocol):
 
 
 class FieldInfo(Protocol):
-    """What pydantic tells of one field."""
+    """Pydantic's description of one field."""
 
     annotation: object
 
@@ -415,7 +415,7 @@ class MakeCollector(Protocol):
     def __call__(self, *, labels: dict[str, str]) -> MetricsCollector: ...
 
 
-class MakeId13(Protocol):
-    """A number for a hand-off, unique among workers; since 1.3."""
+class MakeHandoffId13(Protocol):
+    """Returns an id for a handoff, unique among workers; since 1.3."""
 
     def __call__(self, *, node_id: int, process_id: int) -> int: ...

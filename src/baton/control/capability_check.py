@@ -1,4 +1,4 @@
-"""Which orders an engine can take: what its capabilities do not list is refused by name."""
+"""Refuses commands that the engine's capabilities do not cover. The one place that checks; engines do not."""
 
 from collections.abc import Iterable
 
@@ -27,45 +27,45 @@ from baton.protocol.commands import (
 
 
 def refuse_unsupported(command: Command, can: Capabilities) -> None:
-    """Raise Unsupported if a worker whose engine has these capabilities cannot do `verb`."""
+    """Raise Unsupported if a worker whose engine has these capabilities cannot execute `command`."""
     match command:
         case ReleaseMemory(tags=tags) | ResumeMemory(tags=tags):
             for tag in tags:
-                _need(tag, can.memory_tags, "tags", "memory that can be released")
+                _need(tag, can.memory_tags, "tags", "memory tag")
         case Pause(mode=mode):
-            _need(mode, pause_modes(can), "mode", "way to pause")
+            _need(mode, pause_modes(can), "mode", "pause mode")
         case Continue():
             _need_any(can.pause_modes, "pause")
         case UpdateWeights(source=source):
-            _need(str(source.__struct_config__.tag), can.weight_sources, "source", "source of weights")
+            _need(str(source.__struct_config__.tag), can.weight_sources, "source", "weight source")
         case JoinGroup() | LeaveGroup():
-            _need("group", can.weight_sources, "source", "source of weights")
+            _need("group", can.weight_sources, "source", "weight source")
         case SetWeightVersion():
-            pass  # the worker itself keeps the name
+            pass  # the worker keeps the version
         case _:
             _refuse_by_flag(command, can)
 
 
 def pause_modes(can: Capabilities) -> frozenset[str]:
-    """Return the ways in which such a worker can pause: it can let requests finish wherever what runs can be kept."""
+    """Return the pause modes of such a worker: it can drain wherever the engine can keep requests in place."""
     return can.pause_modes | {"drain"} if "keep" in can.pause_modes else can.pause_modes
 
 
 def _refuse_by_flag(command: Command, can: Capabilities) -> None:
     match command:
         case ClearCache():
-            _need_any(can.clear_cache, "clear a cache")
+            _need_any(can.clear_cache, "clear its prefix cache")
         case StartProfile() | StopProfile():
             _need_any(can.profile, "record a profile")
         case StartExpertRecord() | StopExpertRecord() | DumpExpertRecord():
-            _need_any(can.expert_records, "record which experts tokens go to")
+            _need_any(can.expert_records, "record expert statistics")
         case LoadLora() | UnloadLora() | ListLoras():
-            _need_any(can.lora, "take adapters")
+            _need_any(can.lora, "load LoRA adapters")
 
 
 def _need(wanted: str, offered: frozenset[str], field: str, what: str) -> None:
     if wanted not in offered:
-        raise Unsupported(f"{field}: {wanted!r} is no {what} of this engine; it has {_listed(offered)}")
+        raise Unsupported(f"{field}: {wanted!r} is not a {what} of this engine; it has {_listed(offered)}")
 
 
 def _need_any(offered: object, what: str) -> None:

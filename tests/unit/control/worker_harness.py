@@ -1,4 +1,4 @@
-"""A worker in one process with its system server, and an operator who talks HTTP to it."""
+"""A worker in one process with its system server, and an HTTP client that sends it commands."""
 
 import asyncio
 import io
@@ -21,7 +21,7 @@ from baton.testing.fakes import ControlStep, Script
 from baton.testing.memory_runtime import MemoryEndpoint, MemoryRuntime
 
 PATH = "baton.worker.generate"
-WELL: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
+ONE_TOKEN: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
 DONE = Outcome(message="done")
 EVERYTHING = Capabilities(
     memory_tags=frozenset({"kv_cache", "weights"}),
@@ -35,26 +35,26 @@ EVERYTHING = Capabilities(
 
 
 class Reply(NamedTuple):
-    """What came back."""
+    """An HTTP response."""
 
     status: int
     body: Any
     headers: Mapping[str, str]
 
 
-class House:
-    """A worker that runs, its system server, and its operator."""
+class WorkerHarness:
+    """A running worker and its system server."""
 
     def __init__(self, engine: ScriptedEngine, **settings: Any) -> None:
         self.engine = engine
         self.runtime = MemoryRuntime()
         self.stop = asyncio.Event()
         self.ready = asyncio.Event()
-        given = msgspec.structs.replace(Settings(engine="echo"), **settings)
+        chosen = msgspec.structs.replace(Settings(engine="echo"), **settings)
         self.server = SystemServer(
-            "127.0.0.1", given.system_port, accepts_commands=given.accepts_commands, token=control_token(given)
+            "127.0.0.1", chosen.system_port, accepts_commands=chosen.accepts_commands, token=control_token(chosen)
         )
-        self.server.subject = self.worker = Worker(given, engine, self.runtime)
+        self.server.subject = self.worker = Worker(chosen, engine, self.runtime)
         self.running: asyncio.Task[None] = asyncio.create_task(self.worker.run(self.stop, self.ready.set))
 
     @property
@@ -74,54 +74,54 @@ class House:
             is_json = answer.content_type == "application/json"
             return Reply(answer.status, await (answer.json() if is_json else answer.text()), answer.headers)
 
-    async def order(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> Reply:
-        """Call a control route."""
+    async def send(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> Reply:
+        """Send a command."""
         data = msgspec.json.encode(body) if body is not None else None
         return await self.http(method, f"/control/{path}", data, headers)
 
     async def ok(self, path: str, body: Any = None) -> dict[str, Any]:
-        """Give an order that is carried out; return its outcome."""
-        reply = await self.order(path, body)
+        """Send a command that succeeds; return its outcome."""
+        reply = await self.send(path, body)
         assert reply.status == 200, reply
         return dict(reply.body)
 
     async def refused(self, path: str, body: Any = None, status: int = 400, code: str = "invalid_request") -> str:
-        """Give an order that is refused; return the message."""
-        reply = await self.order(path, body)
+        """Send a command that is refused; return the message."""
+        reply = await self.send(path, body)
         assert (reply.status, reply.body["error"]["code"]) == (status, code), reply
         return str(reply.body["error"]["message"])
 
     async def status(self) -> dict[str, Any]:
-        """Return where the worker stands."""
-        reply = await self.order("status", method="GET")
+        """Return the state of the worker."""
+        reply = await self.send("status", method="GET")
         assert reply.status == 200, reply
         return dict(reply.body)
 
     async def call(self) -> list[Any]:
-        """Ask for an answer, as a client."""
+        """Send a request, as a frontend does."""
         client = await self.runtime.client(PATH)
         return [reply async for reply in client.call({"token_ids": [1]})]
 
     def serves(self) -> bool:
-        """Whether requests come here."""
+        """Whether frontends send requests here."""
         return self.endpoint.registered and self.worker.health().ready
 
 
 @asynccontextmanager
-async def living(
-    *control: ControlStep, can: Capabilities = EVERYTHING, scripts: Sequence[Script] = (WELL,), **settings: Any
-) -> AsyncIterator[House]:
-    """Run a worker until the end of the block, and see that it ends well."""
-    house = House(ScriptedEngine(*scripts, capabilities=can, control=control), **settings)
-    await house.server.start()
-    ready = asyncio.create_task(house.ready.wait())
-    await asyncio.wait([house.running, ready], return_when=asyncio.FIRST_COMPLETED)
+async def running_worker(
+    *control: ControlStep, can: Capabilities = EVERYTHING, scripts: Sequence[Script] = (ONE_TOKEN,), **settings: Any
+) -> AsyncIterator[WorkerHarness]:
+    """Run a worker until the end of the block; it must end without an error."""
+    harness = WorkerHarness(ScriptedEngine(*scripts, capabilities=can, control=control), **settings)
+    await harness.server.start()
+    ready = asyncio.create_task(harness.ready.wait())
+    await asyncio.wait([harness.running, ready], return_when=asyncio.FIRST_COMPLETED)
     try:
-        yield house
+        yield harness
     finally:
         ready.cancel()
-        house.stop.set()
+        harness.stop.set()
         try:
-            await house.running
+            await harness.running
         finally:
-            await house.server.aclose()
+            await harness.server.aclose()

@@ -1,4 +1,4 @@
-"""The operator's routes over HTTP: every status, who may call them, and what is told of each call."""
+"""The control API over HTTP: every status, authorisation, and what is logged and counted."""
 
 import asyncio
 import base64
@@ -10,12 +10,12 @@ import pytest
 
 from baton.config.load import control_token, load, to_environment
 from baton.config.settings import Settings
-from baton.control.http.route_table import ROUTES, TENSOR_BODY_BYTES
+from baton.control.http.command_table import COMMAND_PATHS, TENSOR_BODY_BYTES
 from baton.errors import ConfigError, Conflict, EngineFailed, InvalidRequest
 from baton.ports.engine import Capabilities
 from baton.protocol.commands import FromTensors, Outcome, UpdateWeights
 from baton.testing import eventually, run_bounded
-from tests.unit.control.operated import DONE, EVERYTHING, House, living
+from tests.unit.control.worker_harness import DONE, EVERYTHING, WorkerHarness, running_worker
 
 FROM_DISK = {"source": {"type": "disk", "path": "/m"}, "version": "2"}
 OUTSIDE = {"type": "shared_memory", "segment": "../x", "tensors": []}
@@ -31,7 +31,7 @@ BODIES: dict[str, Any] = {
     "lora/load": {"name": "a", "path": "/a"},
     "lora/unload": {"name": "a"},
 }
-POSTS = [route.path for route in ROUTES if route.method == "POST"]
+POSTS = [entry.path for entry in COMMAND_PATHS if entry.method == "POST"]
 
 
 def metric(text: str, start: str) -> float:
@@ -39,33 +39,33 @@ def metric(text: str, start: str) -> float:
     return float(line.split()[-1])
 
 
-@pytest.mark.parametrize("path", [route.path for route in ROUTES])
-def test_every_route_answers(path: str) -> None:
-    method = next(route.method for route in ROUTES if route.path == path)
+@pytest.mark.parametrize("path", [entry.path for entry in COMMAND_PATHS])
+def test_every_command_replies(path: str) -> None:
+    method = next(entry.method for entry in COMMAND_PATHS if entry.path == path)
 
     async def main() -> None:
-        async with living(*[DONE] * 3) as house:
-            reply = await house.order(path, BODIES.get(path) if method == "POST" else None, method)
+        async with running_worker(*[DONE] * 3) as harness:
+            reply = await harness.send(path, BODIES.get(path) if method == "POST" else None, method)
             assert reply.status == 200, reply
             assert reply.headers["Content-Type"].startswith("application/json")
 
     run_bounded(main())
 
 
-def test_an_outcome_has_what_the_verb_concerns_and_no_more() -> None:
+def test_an_outcome_has_only_the_fields_that_the_command_concerns() -> None:
     async def main() -> None:
         loaded = Outcome(message="loaded", adapters=("a", "b"))
-        async with living(loaded, loaded) as house:
-            assert await house.ok("lora/load", BODIES["lora/load"]) == {"message": "loaded", "adapters": ["a", "b"]}
-            assert (await house.order("lora/list", method="GET")).body["adapters"] == ["a", "b"]
+        async with running_worker(loaded, loaded) as harness:
+            assert await harness.ok("lora/load", BODIES["lora/load"]) == {"message": "loaded", "adapters": ["a", "b"]}
+            assert (await harness.send("lora/list", method="GET")).body["adapters"] == ["a", "b"]
 
     run_bounded(main())
 
 
-def test_status_tells_everything_at_rest() -> None:
+def test_status_has_every_field() -> None:
     async def main() -> None:
-        async with living() as house:
-            status = await house.status()
+        async with running_worker() as harness:
+            status = await harness.status()
             assert (status["weight_version"], status["paused"], status["released"]) == ("initial", False, [])
             assert (status["registered"], status["in_flight"], status["command"]) == (True, 0, None)
             assert status["capabilities"]["memory_tags"] == ["kv_cache", "weights"]
@@ -100,16 +100,18 @@ def test_status_tells_everything_at_rest() -> None:
         ("lora/load", {"name": "a"}, "path"),
     ],
 )  # fmt: skip
-def test_a_body_that_does_not_fit_is_refused_by_the_name_of_the_field(path: str, body: Any, field: str | None) -> None:
+def test_a_body_that_does_not_fit_is_refused_with_the_name_of_the_field(
+    path: str, body: Any, field: str | None
+) -> None:
     async def main() -> None:
-        async with living() as house:
-            reply = await house.order(path, body)
+        async with running_worker() as harness:
+            reply = await harness.send(path, body)
             assert reply.status == 422
             error = reply.body["error"]
             assert (error["code"], error.get("field")) == ("invalid_request", field)
             assert error["message"].startswith(path)
-            assert not house.engine.verbs
-            assert house.serves()
+            assert not harness.engine.commands
+            assert harness.serves()
 
     run_bounded(main())
 
@@ -125,192 +127,192 @@ def test_a_body_that_does_not_fit_is_refused_by_the_name_of_the_field(path: str,
 )
 def test_d34_unknown_fields_are_refused_by_name(path: str, body: Any, field: str) -> None:
     async def main() -> None:
-        async with living() as house:
-            reply = await house.order(path, body)
+        async with running_worker() as harness:
+            reply = await harness.send(path, body)
             assert (reply.status, reply.body["error"]["field"]) == (422, field)
             assert f"`{field.split('.')[-1]}`" in reply.body["error"]["message"]
-            assert not house.engine.verbs
+            assert not harness.engine.commands
 
     run_bounded(main())
 
 
-def test_bytes_come_as_base64() -> None:
+def test_tensor_bytes_are_base64() -> None:
     tensor = {"name": "a", "dtype": "float32", "shape": [1], "data": base64.b64encode(b"\0\0\x80?").decode()}
     body = {"source": {"type": "tensors", "tensors": [tensor]}, "version": "1"}
 
     async def main() -> None:
-        async with living(DONE) as house:
-            await house.ok("weights/update", body)
-            [command] = house.engine.verbs
+        async with running_worker(DONE) as harness:
+            await harness.ok("weights/update", body)
+            [command] = harness.engine.commands
             assert isinstance(command, UpdateWeights)
             assert isinstance(command.source, FromTensors)
             assert command.source.tensors[0].data == b"\0\0\x80?"
             tensor["data"] = "%"
-            assert "tensors[0].data" in await house.refused("weights/update", body, 422)
+            assert "tensors[0].data" in await harness.refused("weights/update", body, 422)
 
     run_bounded(main())
 
 
-# The others
+# Other statuses
 
 
-def test_what_is_no_json_and_what_the_engine_refuses_is_a_400() -> None:
+def test_invalid_json_and_a_refusal_of_the_engine_are_a_400() -> None:
     async def main() -> None:
-        async with living(InvalidRequest("no such group")) as house:
+        async with running_worker(InvalidRequest("no such group")) as harness:
             for junk in (b"{not json", b"\xff\xfe", b'{"mode": "keep"} x'):
-                assert (await house.http("POST", "/control/pause", junk)).status == 400
-            assert await house.refused("weights/group/leave", {"group": "g"}) == "no such group"
+                assert (await harness.http("POST", "/control/pause", junk)).status == 400
+            assert await harness.refused("weights/group/leave", {"group": "g"}) == "no such group"
 
     run_bounded(main())
 
 
 @pytest.mark.parametrize("path", [path for path in POSTS if path != "weights/version"])
-def test_an_engine_is_asked_for_nothing_that_it_does_not_list(path: str) -> None:
+def test_a_command_that_the_capabilities_do_not_cover_never_reaches_the_engine(path: str) -> None:
     async def main() -> None:
-        async with living(can=Capabilities()) as house:
-            await house.refused(path, BODIES.get(path), 501, "unsupported")
-            assert not house.engine.verbs
-            assert house.serves()
+        async with running_worker(can=Capabilities()) as harness:
+            await harness.refused(path, BODIES.get(path), 501, "unsupported")
+            assert not harness.engine.commands
+            assert harness.serves()
 
     run_bounded(main())
 
 
-def test_a_tag_a_mode_and_a_source_that_are_not_listed_are_named() -> None:
+def test_an_unsupported_tag_mode_or_source_is_named() -> None:
     can = Capabilities(
         memory_tags=frozenset({"weights"}), pause_modes=frozenset({"keep"}), weight_sources=frozenset({"tensors"})
     )
 
     async def main() -> None:
-        async with living(can=can) as house:
-            message = await house.refused("memory/release", {"tags": ["weights", "kv_cache"]}, 501, "unsupported")
-            assert message == "tags: 'kv_cache' is no memory that can be released of this engine; it has weights"
-            message = await house.refused("pause", {"mode": "abort"}, 501, "unsupported")
+        async with running_worker(can=can) as harness:
+            message = await harness.refused("memory/release", {"tags": ["weights", "kv_cache"]}, 501, "unsupported")
+            assert message == "tags: 'kv_cache' is not a memory tag of this engine; it has weights"
+            message = await harness.refused("pause", {"mode": "abort"}, 501, "unsupported")
             assert message.endswith("it has drain, keep")
-            assert "tensors" in await house.refused("weights/update", FROM_DISK, 501, "unsupported")
+            assert "tensors" in await harness.refused("weights/update", FROM_DISK, 501, "unsupported")
             ipc = {"source": {"type": "ipc", "handles": {"0": "x"}}, "version": "1"}
-            assert "'ipc'" in await house.refused("weights/update", ipc, 501, "unsupported")
+            assert "'ipc'" in await harness.refused("weights/update", ipc, 501, "unsupported")
 
     run_bounded(main())
 
 
-def test_draining_is_not_offered_where_nothing_can_be_kept() -> None:
+def test_drain_is_unsupported_where_the_engine_cannot_keep_requests() -> None:
     async def main() -> None:
-        async with living(can=Capabilities(pause_modes=frozenset({"abort"}))) as house:
-            await house.refused("pause", {"mode": "drain"}, 501, "unsupported")
+        async with running_worker(can=Capabilities(pause_modes=frozenset({"abort"}))) as harness:
+            await harness.refused("pause", {"mode": "drain"}, 501, "unsupported")
 
     run_bounded(main())
 
 
-def test_what_contradicts_the_present_state_is_a_409_and_what_failed_a_500() -> None:
+def test_a_conflict_is_a_409_and_a_failure_a_500() -> None:
     async def main() -> None:
-        async with living(
+        async with running_worker(
             Conflict("a profile is being recorded"), EngineFailed("disk full"), KeyError("a bug")
-        ) as house:
-            await house.refused("profile/start", BODIES["profile/start"], 409, "conflict")
-            await house.refused("cache/clear", None, 500, "engine_failed")
-            await house.refused("cache/clear", None, 500, "engine_failed")
-            assert house.serves()
+        ) as harness:
+            await harness.refused("profile/start", BODIES["profile/start"], 409, "conflict")
+            await harness.refused("cache/clear", None, 500, "engine_failed")
+            await harness.refused("cache/clear", None, 500, "engine_failed")
+            assert harness.serves()
 
     run_bounded(main())
 
 
-def test_unknown_verbs_and_wrong_methods_are_told_apart() -> None:
+def test_unknown_commands_are_a_404_and_wrong_methods_a_405() -> None:
     async def main() -> None:
-        async with living() as house:
-            await house.refused("dance", {}, 404, "not_found")
-            reply = await house.order("pause", method="GET")
+        async with running_worker() as harness:
+            await harness.refused("dance", {}, 404, "not_found")
+            reply = await harness.send("pause", method="GET")
             assert (reply.status, reply.body["error"]["code"]) == (405, "method_not_allowed")
             assert reply.headers["Allow"] == "POST"
-            assert (await house.order("status")).status == 405
-            assert (await house.http("POST", "/health")).status == 405
-            assert (await house.http("GET", "/nothing")).body["error"]["code"] == "not_found"
+            assert (await harness.send("status")).status == 405
+            assert (await harness.http("POST", "/health")).status == 405
+            assert (await harness.http("GET", "/nothing")).body["error"]["code"] == "not_found"
 
     run_bounded(main())
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_body_that_is_too_large_is_refused(told: bool) -> None:
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_body_that_is_too_large_is_refused(has_length: bool) -> None:
     async def chunks() -> Any:
         for _ in range(3):
             yield b" " * (1 << 19)
 
     async def main() -> None:
-        async with living(DONE) as house:
-            body: Any = b" " * ((1 << 20) + 1) if told else chunks()
-            reply = await house.http("POST", "/control/pause", body)
+        async with running_worker(DONE) as harness:
+            body: Any = b" " * ((1 << 20) + 1) if has_length else chunks()
+            reply = await harness.http("POST", "/control/pause", body)
             assert (reply.status, reply.body["error"]["code"]) == (413, "too_large")
             large = b" " * ((1 << 20) + 1) + b'{"source": {"type": "disk", "path": "/m"}, "version": "2"}'
             assert len(large) < TENSOR_BODY_BYTES
-            assert (await house.http("POST", "/control/weights/update", large)).status == 200
+            assert (await harness.http("POST", "/control/weights/update", large)).status == 200
 
     run_bounded(main())
 
 
-# Who may
+# Authorisation
 
 
 @pytest.mark.parametrize(
-    ("settings", "open_to"),
+    ("settings", "accepts"),
     [({}, True), ({"system_host": "0.0.0.0"}, False), ({"system_host": "0.0.0.0", "control": "on"}, True),
      ({"control": "off"}, False), ({"system_host": "::1"}, True), ({"control": "off", "control_token": "t"}, False),
      ({"system_host": "0.0.0.0", "control_token": "t"}, True), ({"system_host": "10.0.0.1"}, False),
      ({"system_host": "0.0.0.0", "control_token_file": "/t"}, True)],
 )  # fmt: skip
-def test_orders_are_taken_from_this_machine_only_unless_told_otherwise(settings: dict[str, Any], open_to: bool) -> None:
-    assert Settings(**settings).accepts_commands is open_to
+def test_commands_are_accepted_on_loopback_only_unless_configured(settings: dict[str, Any], accepts: bool) -> None:
+    assert Settings(**settings).accepts_commands is accepts
 
 
-def test_a_worker_without_control_has_no_routes_but_is_seen() -> None:
+def test_with_control_off_only_health_and_metrics_are_served() -> None:
     async def main() -> None:
-        async with living(control="off") as house:
+        async with running_worker(control="off") as harness:
             for path in ("pause", "dance"):
-                await house.refused(path, {}, 404, "control_off")
-            assert (await house.http("GET", "/openapi.json")).status == 404
+                await harness.refused(path, {}, 404, "control_off")
+            assert (await harness.http("GET", "/openapi.json")).status == 404
             for path in ("/live", "/health", "/metrics"):
-                assert (await house.http("GET", path)).status == 200
+                assert (await harness.http("GET", path)).status == 200
 
     run_bounded(main())
 
 
 def test_d34_control_needs_its_token(caplog: pytest.LogCaptureFixture) -> None:
-    async def calls(house: House, **headers: str) -> list[int]:
+    async def calls(harness: WorkerHarness, **headers: str) -> list[int]:
         return [
-            (await house.order("pause", {}, **headers)).status,
-            (await house.order("status", method="GET", **headers)).status,
-            (await house.order("dance", {}, **headers)).status,
+            (await harness.send("pause", {}, **headers)).status,
+            (await harness.send("status", method="GET", **headers)).status,
+            (await harness.send("dance", {}, **headers)).status,
         ]
 
     async def main() -> None:
-        async with living(DONE, control_token="s3cret") as house:
-            assert await calls(house) == [401, 401, 401]
+        async with running_worker(DONE, control_token="s3cret") as harness:
+            assert await calls(harness) == [401, 401, 401]
             for wrong in ("Bearer wrong", "Bearer ", "Bearer", "s3cret", "Basic s3cret", "Bearer s3crets", "Bearer é"):
-                assert await calls(house, Authorization=wrong) == [401, 401, 401], wrong
-            refusal = await house.order("pause")
+                assert await calls(harness, Authorization=wrong) == [401, 401, 401], wrong
+            refusal = await harness.send("pause")
             assert refusal.headers["WWW-Authenticate"] == "Bearer"
             assert refusal.body["error"]["code"] == "unauthorized"
-            assert house.serves()
-            assert not house.engine.verbs
-            assert await calls(house, Authorization="Bearer s3cret") == [200, 200, 404]
+            assert harness.serves()
+            assert not harness.engine.commands
+            assert await calls(harness, Authorization="Bearer s3cret") == [200, 200, 404]
             for path in ("/live", "/metrics"):
-                assert (await house.http("GET", path)).status == 200
-            assert (await house.http("GET", "/health")).status == 503  # it is paused, and that may be known
+                assert (await harness.http("GET", path)).status == 200
+            assert (await harness.http("GET", "/health")).status == 503  # it is paused; health needs no token
 
     with caplog.at_level(logging.DEBUG):
         run_bounded(main())
     assert "s3cret" not in caplog.text
 
 
-def test_web_pages_give_no_orders() -> None:
+def test_commands_from_web_pages_are_refused() -> None:
     async def main() -> None:
-        async with living(DONE) as house:
-            reply = await house.order("pause", {}, Origin="https://example.com")
+        async with running_worker(DONE) as harness:
+            reply = await harness.send("pause", {}, Origin="https://example.com")
             assert (reply.status, reply.body["error"]["code"]) == (403, "forbidden")
-            assert house.serves()
+            assert harness.serves()
 
     run_bounded(main())
 
 
-def test_a_token_comes_from_a_file_and_reaches_the_workers(tmp_path: Path) -> None:
+def test_a_token_is_read_from_a_file_and_passed_to_the_workers(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("s3cret\n")
     settings = load({"control_token_file": str(file)}, {}, None)
@@ -332,23 +334,23 @@ def test_a_file_without_a_token_is_refused(tmp_path: Path, content: str | None) 
         control_token(Settings(control_token_file=str(file), control_token="t"))
 
 
-# What is told
+# Logs and metrics
 
 
-def test_every_call_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_request_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with living(DONE) as house:
-            await house.ok("cache/clear")
-            await house.refused("pause", {"mode": "softly"}, 422)
-            await house.refused("dance", {}, 404, "not_found")
-            await house.refused("waltz", {}, 404, "not_found")
-            text = (await house.http("GET", "/metrics")).body
+        async with running_worker(DONE) as harness:
+            await harness.ok("cache/clear")
+            await harness.refused("pause", {"mode": "softly"}, 422)
+            await harness.refused("dance", {}, 404, "not_found")
+            await harness.refused("waltz", {}, 404, "not_found")
+            text = (await harness.http("GET", "/metrics")).body
             assert metric(text, 'baton_commands_total{command="cache/clear",outcome="ok"}') == 1
             assert metric(text, 'baton_commands_total{command="pause",outcome="invalid_request"}') == 1
             assert metric(text, 'baton_commands_total{command="unknown",outcome="not_found"}') == 2
             assert metric(text, 'baton_command_seconds_count{command="cache/clear"}') == 1
 
-    with caplog.at_level(logging.INFO, logger="baton.control.http.routes"):
+    with caplog.at_level(logging.INFO, logger="baton.control.http.control_api"):
         run_bounded(main())
     lines = [line for line in caplog.messages if line.startswith("control: ")]
     assert len(lines) == 4
@@ -357,18 +359,18 @@ def test_every_call_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> N
     assert "invalid_request: pause: Invalid enum value 'softly'" in lines[1]
 
 
-def test_a_caller_who_hangs_up_does_not_undo_an_order() -> None:
+def test_a_client_that_disconnects_does_not_undo_a_command() -> None:
     async def main() -> None:
-        at_it = asyncio.Event()
-        async with living(at_it, DONE, can=EVERYTHING) as house:
-            order = asyncio.create_task(house.order("pause"))
-            await eventually(lambda: bool(house.engine.verbs))
-            order.cancel()
-            await asyncio.wait([order])
+        proceed = asyncio.Event()
+        async with running_worker(proceed, DONE, can=EVERYTHING) as harness:
+            command = asyncio.create_task(harness.send("pause"))
+            await eventually(lambda: bool(harness.engine.commands))
+            command.cancel()
+            await asyncio.wait([command])
             await asyncio.sleep(0.05)
-            at_it.set()
-            await eventually(lambda: house.worker.health().state == "paused" and house.engine.control_script == [])
+            proceed.set()
+            await eventually(lambda: harness.worker.health().state == "paused" and harness.engine.control_script == [])
             await asyncio.sleep(0.01)
-            assert (await house.status())["paused"]
+            assert (await harness.status())["paused"]
 
     run_bounded(main())

@@ -1,0 +1,26 @@
+"""`baton router run`: one global router process."""
+
+from baton.cli.settings_options import prepare_runtime, settings_command
+from baton.config.settings import Settings
+from baton.errors import ConfigError
+
+
+def _router(settings: Settings) -> int:
+    from baton.engines.registry import prepare_tokenizer
+
+    if not settings.topology:
+        raise ConfigError("a router needs a file with its pools: give --topology FILE (see docs/router.md)")
+    settings = prepare_tokenizer(settings)
+    prepare_runtime(settings)
+    from baton.process.router import run_router
+
+    return run_router(settings)
+
+
+router_run = settings_command(
+    "run",
+    "Start a global router; it finds its pools by discovery.",
+    _router,
+    process="router",
+    starts_engines=False,
+)

@@ -1,0 +1,92 @@
+"""Turns settings into a click command: one option per setting, loaded and checked before the command runs."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from baton.config.load import ENGINE_ARGS, Option, load, options
+from baton.config.settings import Settings
+from baton.errors import BatonError, ConfigError
+from baton.process.logs import start_logging
+from baton.runtimes.dynamo.environment import environment
+from baton.status.sd_notify import notify
+
+EXIT_CONFIG = 2
+EXIT_FAILED = 1
+
+Run = Callable[[Settings], int]
+
+
+def settings_command(
+    name: str, summary: str, run: Run, *, process: str | None = None, starts_engines: bool = True
+) -> click.Command:
+    """Return a command that loads the settings of a `process` (`name` if not given), calls `run` and exits.
+
+    With `starts_engines`, the arguments after `--`, which `main` puts into the context, are the engine's.
+    """
+    table = [option for option in options() if (process or name) in option.commands and option.kind != ENGINE_ARGS]
+    keys = {option.key.replace(".", "_"): option.key for option in table}
+
+    @click.pass_obj
+    def callback(
+        engine_args: tuple[str, ...], /, config: str | None, help_engine: bool = False, **flags: object
+    ) -> None:
+        if engine_args and not starts_engines:
+            raise click.UsageError(f"`baton {name}` starts no engine, so it takes no arguments after --")
+        given = {keys[key]: value for key, value in flags.items()}
+        if engine_args:
+            given["engine_args"] = engine_args
+        sys.exit(_run(_help_engine if help_engine else run, given, Path(config) if config else None))
+
+    params: list[click.Parameter] = [
+        click.Option(["--config"], metavar="FILE", help="YAML file with settings", envvar=None),
+        *(_click_option(option) for option in table),
+    ]
+    if starts_engines:
+        params.append(click.Option(["--help-engine"], is_flag=True, help="show the engine's own arguments, and exit"))
+    usage = "[OPTIONS] [-- ENGINE ARGS]" if starts_engines else "[OPTIONS]"
+    return click.Command(name, callback=callback, params=params, help=summary, options_metavar=usage)
+
+
+def prepare_runtime(settings: Settings) -> None:
+    """Set the runtime's environment. It reads it while it is imported, so call this before the import."""
+    os.environ.update(environment(settings.runtime))
+
+
+def report_error(message: str, exit_code: int) -> int:
+    """Print `message`, pass it to the supervisor, and return `exit_code`."""
+    click.echo(f"baton: {message}", err=True)
+    notify(f"STATUS={message}")
+    return exit_code
+
+
+def _click_option(option: Option) -> click.Option:
+    flag = option.flag
+    default = option.default if option.default not in ("", None) else None
+    text = option.description + (f"  [default: {default}]" if default is not None else "")
+    name = option.key.replace(".", "_")
+    if option.kind == "bool":
+        return click.Option([name, f"{flag}/--no-{flag[2:]}"], default=None, help=text)
+    kind = click.Choice(option.choices) if option.choices else None
+    return click.Option([name, flag], default=None, help=text, type=kind, metavar=None if kind else option.kind)
+
+
+def _help_engine(settings: Settings) -> int:
+    from baton.engines.registry import engine_args_help
+
+    click.echo(engine_args_help(settings))
+    return 0
+
+
+def _run(run: Run, flags: dict[str, object], file: Path | None) -> int:
+    try:
+        settings = load(flags, os.environ, file)
+        start_logging(settings.log_level)
+        return run(settings)
+    except ConfigError as error:
+        return report_error(error.message, EXIT_CONFIG)
+    except BatonError as error:
+        return report_error(error.message, EXIT_FAILED)

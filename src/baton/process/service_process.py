@@ -1,0 +1,215 @@
+"""The skeleton of a process that serves requests: system server, signals, heartbeat, start, drain, shutdown.
+
+A worker and a global router are `ServiceSteps`; what they have in common is here.
+"""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+from baton.config.directories import profile_directory
+from baton.config.settings import Settings
+from baton.control.http.server import Subject, SystemServer
+from baton.errors import BatonError, Draining, EngineDead
+from baton.ports.runtime import Runtime
+from baton.process.exit_codes import exit_code
+from baton.process.signals import stop_on_signals
+from baton.request.gate import Gate
+from baton.status.sd_notify import notify, send_heartbeats
+
+log = logging.getLogger(__name__)
+
+DISCOVERY_TIMEOUT_S = 5.0
+CANCEL_TRIES = 3
+
+
+class ServiceSteps(Protocol):
+    """What a process does at each stage of its life."""
+
+    async def start(self) -> None:
+        """Start everything and register in discovery. Cancelled if the process is stopped meanwhile."""
+
+    def start_guards(self) -> None:
+        """Start the background tasks, with `ServiceProcess.guard`."""
+
+    async def leave_discovery(self) -> None:
+        """Deregister. Bounded, and never raises."""
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is served any more; return False if that takes longer than `timeout_s`."""
+
+    async def close(self) -> None:
+        """Free everything; the runtime has shut down. Idempotent, and valid during a start."""
+
+
+class Runnable(Subject, Protocol):
+    """A subject of the system server that runs until it is stopped."""
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        """Serve until `stop` is set, then drain. Raises ConfigError, or the scope-"worker" error that ended it."""
+
+
+async def run_service(
+    settings: Settings, build: Callable[[], Awaitable[Runnable]], accepts_commands: bool = False, token: str = ""
+) -> int:
+    """Run what `build` returns until SIGTERM; return the exit code. `/health` answers before `build` is called."""
+    stop = stop_on_signals(drain_timeout_s=settings.drain_timeout_s)
+    server = SystemServer(settings.system_host, settings.system_port, accepts_commands=accepts_commands, token=token)
+    await server.start()
+
+    def on_ready() -> None:
+        log.info("health and metrics on %s", server.url)
+        gc.freeze()  # what has been loaded stays; the collector need not scan it again
+        notify(f"READY=1\nSTATUS=health on {server.url}")
+
+    try:
+        server.subject = subject = await build()
+        return await exit_code(subject.run(stop, on_ready), profile_directory(settings))
+    finally:
+        await server.aclose()
+
+
+class ServiceProcess:
+    """Runs `ServiceSteps` on a runtime, from start to stop. Built in the event loop."""
+
+    def __init__(
+        self, name: str, runtime: Runtime, gate: Gate, *, drain_timeout_s: float, end_timeout_s: float
+    ) -> None:
+        self._name = name
+        self._runtime = runtime
+        self._gate = gate
+        self._drain_timeout_s = drain_timeout_s
+        self._end_timeout_s = end_timeout_s
+        self._guards: list[asyncio.Task[Any]] = []
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the process ends because of a failure."""
+        return self._fatal.done()
+
+    def fail(self, error: BatonError) -> None:
+        """End the process with `error`. The first error wins."""
+        if not self._fatal.done():
+            self._fatal.set_exception(error)
+            self._fatal.exception()  # marked as retrieved: when the start fails, nothing awaits it
+
+    def guard(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
+        """Run `work` beside the requests until they have drained; its failure ends the process."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._on_guard_done)
+        self._guards.append(task)
+        return task
+
+    async def run(self, steps: ServiceSteps, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        """See `Runnable.run`."""
+        heartbeat = asyncio.create_task(send_heartbeats(stop.set), name="heartbeat")
+        starting = asyncio.create_task(steps.start(), name="start")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                on_ready()
+                await self._serve(steps, stopping)
+        finally:
+            if stop.is_set():  # otherwise the last status is the failure
+                _report_status("ending what it serves")
+            await self._runtime.shutdown()
+            await steps.close()
+            interrupted = not starting.done()
+            await _cancel([heartbeat, starting, stopping])
+            if interrupted:
+                await steps.close()  # the start may have opened something meanwhile
+
+    async def _serve(self, steps: ServiceSteps, stopping: asyncio.Task[bool]) -> None:
+        """Serve until stopped or until a failure that a restart must fix, then drain."""
+        steps.start_guards()
+        try:
+            await self._first_of(stopping)
+            await self._drain(steps)
+        finally:
+            await _cancel(self._guards)
+        if self._fatal.done():
+            self._fatal.result()
+
+    async def _drain(self, steps: ServiceSteps) -> None:
+        """Leave discovery, let requests finish for `drain_timeout_s`, fail the rest so that they are retried elsewhere.
+
+        A failure, before or meanwhile, ends the wait.
+        """
+        self._gate.drain()
+        _report_status("leaving discovery")
+        await steps.leave_discovery()
+        log.info("draining %d requests for up to %g s", self._gate.in_flight, self._drain_timeout_s)
+        _report_status(f"draining {self._gate.in_flight} requests")
+        idle = asyncio.create_task(steps.idle(self._drain_timeout_s), name="drain")
+        await self._first_of(idle)
+        await _cancel([idle])
+        if self._gate.in_flight:
+            error = self._fatal.exception() if self._fatal.done() else None
+            shutdown = Draining(f"this {self._name} is shutting down")
+            self._gate.fire_all(error if isinstance(error, BatonError) else shutdown)
+            await self._gate.idle(self._end_timeout_s)
+
+    async def _first_of(self, task: asyncio.Task[bool]) -> None:
+        """Wait for `task`, or for a failure that ends the process."""
+        ends: list[asyncio.Future[Any]] = [task, self._fatal]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+
+    def _on_guard_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error if isinstance(error, BatonError) else EngineDead(f"{task.get_name()}: {error!r}"))
+
+
+async def watch_registration(is_lost: Callable[[], bool], interval_s: float, checks: int, name: str) -> None:
+    """Check every `interval_s`; raise EngineDead when `checks` in a row found that discovery has lost this process.
+
+    Discovery drops the entry of a process that was frozen for too long, and does not notify it.
+    """
+    missed = 0
+    while missed < checks:
+        await asyncio.sleep(interval_s)
+        missed = missed + 1 if is_lost() else 0
+    raise EngineDead(f"discovery has lost this {name}; a restart registers it again")
+
+
+async def bounded(problem: str, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+    """Do `work` during shutdown: if it fails or takes too long, log `problem` and go on."""
+    try:
+        await asyncio.wait_for(work, timeout_s)
+    except Exception as error:  # noqa: BLE001 - the shutdown continues
+        log.warning("%s: %r", problem, error)
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do `work` until `stop` is set; return whether it was done. Raises what it raises."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done()
+    finally:
+        await _cancel([working, stopping])
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    """End `tasks`. One that misses a cancellation, as `wait_for` does when its work ends just then, gets another."""
+    pending = {task for task in tasks if not task.done()}
+    for _ in range(CANCEL_TRIES):
+        if not pending:
+            return
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=1.0)
+    if pending:
+        log.warning("still running after they were cancelled: %s", ", ".join(sorted(t.get_name() for t in pending)))
+
+
+def _report_status(status: str) -> None:
+    """Tell the supervisor what a process that stops is waiting for."""
+    log.debug("%s", status)
+    notify(f"STATUS={status}")
