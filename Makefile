@@ -12,7 +12,7 @@ PARALLEL := --numprocesses $(JOBS) --dist loadfile
 # Left to `make test-all`.
 LONG := faults or fuzz or soak or slow
 
-.PHONY: serve unit test test-all test-long test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers cluster-packages clean
+.PHONY: serve unit test test-all test-long test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers machine clean
 
 serve: $(SERVING)
 	$(BIN)/baton serve $(ARGS)
@@ -22,12 +22,12 @@ unit: $(DEVELOPMENT)
 	$(BIN)/python -m pytest --numprocesses 2 -p tests.without_torch -m "not (process or torch)" \
 		tests/unit tests/contract/test_engine_echo.py tests/contract/test_runtime_memory.py $(ARGS)
 
-test: check cluster-packages
+test: check machine
 	$(BIN)/python -m pytest $(PARALLEL) -m "not ($(LONG))" $(ARGS)
 
 test-all: test test-long test-sglang
 
-test-long: $(DEVELOPMENT) cluster-packages
+test-long: $(DEVELOPMENT) machine
 	$(BIN)/python -m pytest $(PARALLEL) -m "$(LONG)" $(ARGS)
 
 # Against the real SGLang, on the CPU, in an environment of its own (3 GB).
@@ -66,8 +66,12 @@ bench-router: $(DEVELOPMENT)
 bench-engine-peers:
 	scripts/bench-peers.sh $(ARGS)
 
-# Debian packages for the cluster tests, where we may install them; without them those tests are skipped.
-cluster-packages:
+# Where we may: Debian packages for the cluster tests, which are skipped without them, and inotify instances, of which
+# discovery by files takes one for each endpoint (Linux allows 128, which is a dozen of the systems that tests start).
+machine:
+	@if [ "$$(id -u)" = 0 ] && [ "$$(cat /proc/sys/fs/inotify/max_user_instances 2>/dev/null || echo 1024)" -lt 1024 ]; then \
+		echo 1024 > /proc/sys/fs/inotify/max_user_instances || true; \
+	fi
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v etcd && command -v nats-server; } >/dev/null; then \
 		apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends etcd-server nats-server >/dev/null; \
 	fi

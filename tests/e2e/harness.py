@@ -23,7 +23,7 @@ START_S = 30.0
 LOAD_S = 120.0  # for a worker that loads a model on a busy machine
 STOP_S = 60.0
 LOG_TAIL_CHARS = 3000
-LAST_FIXED_PORT = 32767
+FIXED_PORTS = range(10_000, 32_768)  # below those that the kernel gives to clients
 
 T = TypeVar("T")
 
@@ -47,12 +47,12 @@ def eventually(look: Callable[[], T], within_s: float = 15.0, what: str = "") ->
 
 
 def free_ports(count: int) -> int:
-    """Return the first of `count` ports in a row that nobody listens on now.
-
-    They are below those that the kernel gives to clients, which none can take before Baton does.
-    """
+    """Return the first of `count` free ports in a row. Test processes that run in parallel choose from different ports."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    size = len(FIXED_PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports = FIXED_PORTS[worker * size : (worker + 1) * size]
     for _ in range(1000):
-        first = random.randrange(10_000, LAST_FIXED_PORT - count)
+        first = random.choice(ports[:-count])
         if all(_is_free(first + offset) for offset in range(count)):
             return first
     raise AssertionError(f"no {count} free ports in a row")

@@ -215,7 +215,7 @@ def test_a_taken_system_port_is_refused(tmp_path: Path, command: str, taken_port
         env=environment(directory),
     )
     try:
-        output, errors = process.communicate(timeout=5)
+        output, errors = process.communicate(timeout=30)
     except subprocess.TimeoutExpired:
         process.terminate()
         process.communicate(timeout=30)

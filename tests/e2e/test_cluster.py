@@ -117,6 +117,7 @@ def test_a_worker_told_to_stop_finishes_its_streams_and_comes_back(cluster: Clus
     eventually(lambda: cluster.instances() == 2, 30, "it is back")
 
 
+@pytest.mark.faults
 def test_streams_survive_the_death_of_a_worker(start: Callable[..., Cluster], settings: dict[str, str]) -> None:
     name = {"BATON_NAMESPACE": settings["BATON_NAMESPACE"] + "-kill"}
     cluster = start(Cluster, "--echo-pace-ms", "10", workers=2, settings={**settings, **name})

@@ -42,7 +42,7 @@ from tests.e2e.harness import BATON, Serve, eventually, free_ports
 
 __all__ = ["letters"]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.faults, pytest.mark.timeout(240)]
 
 FREEZES = 5
 CALM = 8

@@ -136,6 +136,7 @@ def test_d31_one_trace_goes_through_every_hop(start: Callable[..., Pooled]) -> N
     pooled.stop()
 
 
+@pytest.mark.faults
 def test_requests_of_a_pool_that_dies_are_served_by_another(start: Callable[..., Pooled]) -> None:
     pooled = start(Pooled, changed(ECHO), workers=2)
 
@@ -154,6 +155,7 @@ def test_requests_of_a_pool_that_dies_are_served_by_another(start: Callable[...,
     pooled.stop()
 
 
+@pytest.mark.faults
 def test_a_worker_that_is_frozen_holds_up_its_own_requests_only(start: Callable[..., Pooled]) -> None:
     pooled = start(Pooled, changed(ECHO), workers=2, arguments=["--request-timeout-s", "4"])
     far = pooled.worker(FAR)
@@ -247,6 +249,7 @@ def test_an_example_is_shipped_and_is_valid() -> None:
     ]
 
 
+@pytest.mark.faults
 def test_a_router_that_was_frozen_until_discovery_forgot_it_comes_back(start: Callable[..., Pooled]) -> None:
     pooled = start(Pooled, changed(ECHO), workers=2)
     router = pooled.router()

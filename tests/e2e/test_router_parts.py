@@ -129,6 +129,7 @@ def test_d31_a_client_that_leaves_is_gone_from_every_worker(pooled: Pooled, phas
     eventually(lambda: pooled.metric("baton_router_pool_in_flight", ROUTER) == 0, what="the router forgets them")
 
 
+@pytest.mark.faults
 def test_requests_go_on_when_a_pool_of_either_part_dies(start: Callable[..., Pooled], model: str) -> None:
     pooled = start(Pooled, topology(model), workers=4)
     expected = say(pooled, "What is the capital of Japan?", 24)
