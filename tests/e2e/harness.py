@@ -47,7 +47,7 @@ def eventually(look: Callable[[], T], within_s: float = 15.0, what: str = "") ->
 
 
 def free_ports(count: int) -> int:
-    """Return the first of `count` free ports in a row. Test processes that run in parallel choose from different ports."""
+    """Return the first of `count` free ports in a row. Parallel test processes choose from different ports."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     size = len(FIXED_PORTS) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ports = FIXED_PORTS[worker * size : (worker + 1) * size]
