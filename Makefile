@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 SERVING := $(VENV)/.serving
 DEVELOPMENT := $(VENV)/.development
 ARGS ?=
+# Tests start hundreds of Python processes: they cache bytecode, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 # Test processes: most tests wait for processes of theirs, so there is one more than a small machine has cores.
 JOBS ?= 3
 PARALLEL := --numprocesses $(JOBS) --dist loadfile

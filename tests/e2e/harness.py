@@ -70,7 +70,7 @@ def _is_free(port: int) -> bool:
 def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a `baton` process: nothing that another Baton or its runtime would read, but ours."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "DYN_"))}
-    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "ETCD_ENDPOINTS", "NATS_SERVER", "PYTHONDONTWRITEBYTECODE"):
+    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "ETCD_ENDPOINTS", "NATS_SERVER"):
         inherited.pop(name, None)
     return {**inherited, **(settings or {})}
 
