@@ -164,27 +164,39 @@ async def both_ends(site: Site, trace_id: str) -> dict[str, float]:
 def run_round(number: int, model: Path, encode: Encode, options: argparse.Namespace) -> Iterator[Cell]:
     names = list(SYSTEMS) if number % 2 == 0 else list(reversed(SYSTEMS))
     for system in names:
-        prompts = Prompts(encode, number + 1)
         with serving(model, "smollm2", SYSTEMS[system]) as site:
-            before, began = busy_core_s(), time.monotonic()
-            fetched = site.fetch_s()
-            alone = uvloop.run(measure_alone(site, prompts, options.requests))
-            fetched = (site.fetch_s() - fetched) / (options.requests + 1)
-            undisturbed, _ = uvloop.run(measure_mixed(site, prompts, options.seconds / 2, long=False))
-            mixed, longs = uvloop.run(measure_mixed(site, prompts, options.seconds, long=True))
-            busy = (busy_core_s() - before) / (time.monotonic() - began)
-        yield Cell(
-            system=system,
-            round=number,
-            first_s=[answer.first_s for answer in alone],
-            fetch_s=fetched,
-            alone_gaps_s=[gap for answer in alone for gap in answer.gaps_s],
-            undisturbed_gaps_s=[gap for answer in undisturbed for gap in answer.gaps_s],
-            mixed_gaps_s=[gap for answer in mixed for gap in answer.gaps_s],
-            short_first_s=[answer.first_s for answer in mixed],
-            long_first_s=[answer.first_s for answer in longs],
-            busy_cores=busy,
-        )
+            cell = measure_system(site, system, number, Prompts(encode, number + 1), options)
+        yield cell
+
+
+def measure_system(site: Site, system: str, number: int, prompts: Prompts, options: argparse.Namespace) -> Cell:
+    before, began = busy_core_s(), time.monotonic()
+    fetched = site.fetch_s()
+    alone = uvloop.run(measure_alone(site, prompts, options.requests))
+    fetched = (site.fetch_s() - fetched) / (options.requests + 1)
+    undisturbed, _ = uvloop.run(measure_mixed(site, prompts, options.seconds / 2, long=False))
+    mixed, longs = uvloop.run(measure_mixed(site, prompts, options.seconds, long=True))
+    busy = (busy_core_s() - before) / (time.monotonic() - began)
+    return Cell(
+        system=system,
+        round=number,
+        first_s=first_tokens_s(alone),
+        fetch_s=fetched,
+        alone_gaps_s=gaps_s(alone),
+        undisturbed_gaps_s=gaps_s(undisturbed),
+        mixed_gaps_s=gaps_s(mixed),
+        short_first_s=first_tokens_s(mixed),
+        long_first_s=first_tokens_s(longs),
+        busy_cores=busy,
+    )
+
+
+def first_tokens_s(responses: Sequence[Timed]) -> list[float]:
+    return [response.first_s for response in responses]
+
+
+def gaps_s(responses: Sequence[Timed]) -> list[float]:
+    return [gap for response in responses for gap in response.gaps_s]
 
 
 def run_cancel(encode: Encode, options: argparse.Namespace) -> dict[str, list[float]]:

@@ -160,14 +160,20 @@ def rows_of(runs: Sequence[Run], measures: Sequence[Measure]) -> Iterator[list[s
 
 
 def ratio_sections(runs: Sequence[Run], measures: Sequence[Measure]) -> Iterator[str]:
-    """Ours over each peer's, round by round: what disturbed a round touched both."""
-    engines = engines_of(runs)
-    for ours in (engine for engine in engines if engine.startswith(OURS) and measured_rounds(runs, engine)):
-        peers = [engine for engine in engines if engine != ours and measured_rounds(runs, engine)]
-        if peers:
+    """Ours over each peer's, round by round: noise in a round affects both."""
+    engines = [engine for engine in engines_of(runs) if measured_rounds(runs, engine)]
+    for ours in engines:
+        if ours.startswith(OURS) and len(engines) > 1:
             yield f"## {ours}, as a multiple of each"
-            rows = [[peer, *(ratio(runs, ours, peer, measure) for measure in measures)] for peer in peers]
-            yield table(["engine", *(measure.title for measure in measures)], rows)
+            peers = [engine for engine in engines if engine != ours]
+            yield table(["engine", *(measure.title for measure in measures)], ratio_rows(runs, ours, peers, measures))
+
+
+def ratio_rows(
+    runs: Sequence[Run], ours: str, peers: Sequence[str], measures: Sequence[Measure]
+) -> Iterator[list[str]]:
+    for peer in peers:
+        yield [peer, *(ratio(runs, ours, peer, measure) for measure in measures)]
 
 
 def ratio(runs: Sequence[Run], ours: str, peer: str, measure: Measure) -> str:

@@ -151,7 +151,7 @@ def pace_name(pace_ms: float) -> str:
 
 
 def cell_rows(cells: Sequence[Cell], measures: dict[str, Measure]) -> Rows:
-    for streams in sorted({cell.streams for cell in cells}):
+    for streams in stream_counts(cells):
         for system in systems_of(cells):
             repeats = [cell for cell in cells if (cell.streams, cell.system) == (streams, system)]
             yield [f"{streams:,}", system, *(summary(repeats, measure) for measure in measures.values())]
@@ -159,19 +159,23 @@ def cell_rows(cells: Sequence[Cell], measures: dict[str, Measure]) -> Rows:
 
 def ratio_table(cells: Sequence[Cell]) -> str:
     """Baton's median over each peer's, per measure; empty when Baton or every peer is missing."""
-    present = systems_of(cells)
-    peers = [name for name in present if name not in OURS]
-    ours = [name for name in present if name in OURS]
-    if not peers or not ours:
+    systems = systems_of(cells)
+    peers = [name for name in systems if name not in OURS]
+    if not peers or len(peers) == len(systems):
         return ""
-    pairs = [(name, measure, peer) for name, measure in RATIO_MEASURES.items() for peer in peers]
-    rows = []
-    for streams in sorted({cell.streams for cell in cells}):
-        here = [cell for cell in cells if cell.streams == streams]
-        for name in ours:
-            found = [ratio(here, measure, name, peer) for _, measure, peer in pairs]
-            rows.append([f"{streams:,}", name, *found])
-    return table(["streams", "system", *(f"{name} / {peer}" for name, _, peer in pairs)], rows)
+    columns = [f"{name} / {peer}" for name in RATIO_MEASURES for peer in peers]
+    return table(["streams", "system", *columns], ratio_rows(cells, peers))
+
+
+def ratio_rows(cells: Sequence[Cell], peers: Sequence[str]) -> Rows:
+    for streams in stream_counts(cells):
+        same_load = [cell for cell in cells if cell.streams == streams]
+        for name in systems_of(cells):
+            if name in OURS:
+                ratios = [
+                    ratio(same_load, measure, name, peer) for measure in RATIO_MEASURES.values() for peer in peers
+                ]
+                yield [f"{streams:,}", name, *ratios]
 
 
 def ratio(cells: Sequence[Cell], measure: Measure, name: str, peer: str) -> str:
@@ -183,23 +187,30 @@ def ratio(cells: Sequence[Cell], measure: Measure, name: str, peer: str) -> str:
 
 
 def stall_section(cells: Sequence[Cell]) -> list[str]:
-    """Each measure without and with the stalled client; only full buffers can hold anybody up."""
+    """Each measure without and with the stalled client. Only full buffers can delay the other streams."""
     chosen = [cell for cell in cells if cell.kind in STALL_KINDS]
     if not chosen:
         return []
     header = ["streams", "system", *(f"{name}, {kind}" for name in STALL_MEASURES for kind in STALL_KINDS)]
-    rows = []
-    for streams, system in sorted({(cell.streams, cell.system) for cell in chosen}):
-        here = [cell for cell in chosen if (cell.streams, cell.system) == (streams, system)]
-        by_kind = [[cell for cell in here if cell.kind == kind] for kind in STALL_KINDS]
-        found = [summary(group, measure) for measure in STALL_MEASURES.values() for group in by_kind]
-        full = sum(cell.load.stalled_full for cell in by_kind[1])
-        unread = summary(by_kind[1], lambda cell: cell.load.stalled_unread_bytes / 1024)
-        rows.append([f"{streams:,}", system, *found, f"{full} of {len(by_kind[1])}", unread])
+    groups = sorted({(cell.streams, cell.system) for cell in chosen})
     return [
         "## One more client that never reads, unpaced",
-        table([*header, "runs with its buffers full", "unread KiB"], rows),
+        table(
+            [*header, "runs with its buffers full", "unread KiB"],
+            [stall_row(chosen, streams, system) for streams, system in groups],
+        ),
     ]
+
+
+def stall_row(cells: Sequence[Cell], streams: int, system: str) -> list[str]:
+    undisturbed, stalled = (
+        [cell for cell in cells if (cell.streams, cell.system, cell.kind) == (streams, system, kind)]
+        for kind in STALL_KINDS
+    )
+    measured = [summary(group, measure) for measure in STALL_MEASURES.values() for group in (undisturbed, stalled)]
+    full = sum(cell.load.stalled_full for cell in stalled)
+    unread = summary(stalled, lambda cell: cell.load.stalled_unread_bytes / 1024)
+    return [f"{streams:,}", system, *measured, f"{full} of {len(stalled)}", unread]
 
 
 def idle_section(cells: Sequence[Cell]) -> list[str]:
@@ -220,6 +231,10 @@ def noise(cells: Sequence[Cell]) -> str:
         f"{len(cells)} cells, {invalid} invalid (an error, or tokens missing), {noisy} noisy (other work kept more "
         f"than {NOISY_CORES} cores busy meanwhile; {most:.2f} at the most)."
     )
+
+
+def stream_counts(cells: Sequence[Cell]) -> list[int]:
+    return sorted({cell.streams for cell in cells})
 
 
 def systems_of(cells: Sequence[Cell]) -> list[str]:
@@ -246,8 +261,10 @@ def summary(cells: Sequence[Cell], measure: Measure) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that matter, thousands apart."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    """Format with three significant digits and a separator for thousands."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def table(header: Sequence[str], rows: Rows) -> str:

@@ -133,21 +133,23 @@ def _requests(results: RouterResults) -> Iterator[str]:
     yield "| | p50 | p99 | p50 more than without | p99 more than without | router CPU a request |"
     yield "|---|---|---|---|---|---|"
     yield from _latencies([cell for cell in cells if cell.streams == 1], lambda cell: cell.requests)
-    crowd = [cell for cell in cells if cell.streams == CROWD]
+    yield from _throughput([cell for cell in cells if cell.streams == CROWD])
+
+
+def _throughput(cells: Sequence[Cell]) -> Iterator[str]:
     yield f"## Requests of one token, {CROWD} at a time"
     yield ""
     yield "| | a second | of those without | router CPU a request, microseconds |"
     yield "|---|---|---|---|"
+    direct = by_repeat(cells, DIRECT, _rate)
     for system in SYSTEMS:
-        rates = by_repeat(crowd, system, lambda cell: cell.requests / cell.seconds)
-        shares = [rate / base for rate, base in paired(rates, by_repeat(crowd, DIRECT, _rate))]
-        cpu = by_repeat(crowd, system, lambda cell: 1e6 * cell.router_cpu_s / cell.requests).values()
-        yield _row(
-            TITLES[system],
-            spread(rates.values(), ",.0f"),
-            "" if system == DIRECT else spread(shares, ".2f"),
-            "" if system == DIRECT else spread(cpu, ".0f"),
-        )
+        rates = by_repeat(cells, system, _rate)
+        compared = ["", ""]
+        if system != DIRECT:
+            cpu_us = by_repeat(cells, system, lambda cell: 1e6 * cell.router_cpu_s / cell.requests)
+            shares = [rate / base for rate, base in paired(rates, direct)]
+            compared = [spread(shares, ".2f"), spread(cpu_us.values(), ".0f")]
+        yield _row(TITLES[system], spread(rates.values(), ",.0f"), *compared)
     yield ""
 
 
