@@ -44,6 +44,7 @@ from bench.load import percentile, raise_descriptor_limit
 from bench.path import PROFILE_LINES, busy_core_s
 from bench.peers.stamping_worker import stamped_request
 from bench.result_files import describe_machine, git_commit, source_digest
+from bench.router_deployment import LONGEST, Site, System
 from bench.router_report import (
     CROWD,
     OURS,
@@ -57,7 +58,6 @@ from bench.router_report import (
     Selection,
     to_markdown,
 )
-from bench.router_site import LONGEST, Site, System
 from bench.systems import SystemFailed, stop
 
 SELECTION_POOLS = (4, 16, 64)

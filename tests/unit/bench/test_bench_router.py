@@ -17,6 +17,7 @@ from bench.peers.reference_router import ReferenceRouter
 from bench.peers.stamping_worker import as_is, generate, stamped_request
 from bench.result_files import Machine
 from bench.router import measure_selection, one_token, paced, read, selection_router
+from bench.router_deployment import topology
 from bench.router_report import (
     DIRECT,
     OURS,
@@ -30,7 +31,6 @@ from bench.router_report import (
     spread,
     to_markdown,
 )
-from bench.router_site import topology
 from bench.systems import SystemFailed
 
 PATH = "bench.backend.generate"
