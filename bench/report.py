@@ -10,12 +10,12 @@ import msgspec
 from bench.result_files import Cell, Kind, Results
 
 OURS = ("baton", "baton-eager")
-# Below this many streams, memory growth is the allocator's doing and says nothing about a stream.
-FEWEST_STREAMS_FOR_MEMORY = 64
+# With fewer streams, memory growth depends on the allocator and not on the streams.
+MIN_STREAMS_FOR_MEMORY = 64
 
-# A cell with more than this many cores busy elsewhere says more about the machine than about the system.
+# A cell is noisy if other processes kept more than this many cores busy.
 NOISY_CORES = 0.25
-CHANGED_SOURCE = "**The source changed during this run: what it says of Baton mixes versions. Run it again.**"
+CHANGED_SOURCE = "**The source changed during this run: the results of Baton mix versions. Run it again.**"
 
 Measure = Callable[[Cell], float | None]
 Rows = Iterable[Sequence[str]]
@@ -34,7 +34,7 @@ def tokens_per_event(cell: Cell) -> float:
 
 
 def cpu_us_per_token(*roles: str) -> Measure:
-    """CPU of these roles, or of the whole system when none is named; None when it has no such process."""
+    """CPU of these roles, or of all without arguments; None if the system has no such process."""
 
     def measure(cell: Cell) -> float | None:
         spent = [cpu_s for role, cpu_s in cell.cpu_s.items() if not roles or role in roles]
@@ -53,14 +53,14 @@ def load_cpu_us_per_token(cell: Cell) -> float:
 
 def kib_per_stream(*roles: str) -> Measure:
     def measure(cell: Cell) -> float | None:
-        grown = [
+        growth = [
             size - cell.rss_start_bytes[role]
             for role, size in cell.rss_open_bytes.items()
             if not roles or role in roles
         ]
-        if not grown or (cell.streams < FEWEST_STREAMS_FOR_MEMORY and cell.kind != "idle"):
+        if not growth or (cell.streams < MIN_STREAMS_FOR_MEMORY and cell.kind != "idle"):
             return None
-        return sum(grown) / cell.streams / 1024
+        return sum(growth) / cell.streams / 1024
 
     return measure
 
@@ -226,10 +226,10 @@ def idle_section(cells: Sequence[Cell]) -> list[str]:
 def noise(cells: Sequence[Cell]) -> str:
     invalid = sum(not cell.valid for cell in cells)
     noisy = sum(cell.foreign_cores > NOISY_CORES for cell in cells)
-    most = max(cell.foreign_cores for cell in cells)
+    highest = max(cell.foreign_cores for cell in cells)
     return (
         f"{len(cells)} cells, {invalid} invalid (an error, or tokens missing), {noisy} noisy (other work kept more "
-        f"than {NOISY_CORES} cores busy meanwhile; {most:.2f} at the most)."
+        f"than {NOISY_CORES} cores busy meanwhile; {highest:.2f} at the most)."
     )
 
 
@@ -247,7 +247,7 @@ def values(cells: Sequence[Cell], measure: Measure) -> list[float]:
 
 
 def summary(cells: Sequence[Cell], measure: Measure) -> str:
-    """Median and spread over the valid repeats, and how many were not valid."""
+    """Median and spread of the valid repeats, and the number of invalid ones."""
     found = values(cells, measure)
     invalid = sum(not cell.valid for cell in cells)
     parts = []
