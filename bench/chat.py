@@ -1,4 +1,4 @@
-"""The one request every client of the benchmark sends: a streamed chat completion with its usage."""
+"""The request that every client of the benchmark sends: a streamed chat completion with usage."""
 
 import msgspec
 

@@ -1,12 +1,12 @@
 """Measures prefill and decode on separate workers against workers that do both, on the same cores.
 
-Three questions, each asked of both systems in turn, round by round:
+Three measurements of both systems, alternating round by round:
 
-    alone    one request of 1,000 tokens at a time: what does the way between the workers add to the first token?
-    mixed    a few streams decode while long prompts come in: how long are the gaps between their tokens?
-    cancel   a client leaves: how long until both workers have freed what the request held?
+    alone    one request of 1,000 tokens at a time: how much later is the first token after a handoff?
+    mixed    a few streams decode while long prompts arrive: how long are the gaps between their tokens?
+    cancel   a client disconnects: how long until both workers have freed the memory of the request?
 
-How fast the bytes themselves move is `bench.transfer`, which runs first.
+The rate of the KV transfer alone is measured by `bench.transfer`, which runs first.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from baton.config.directories import cache_directory
 from baton.config.settings import Settings
 from baton.models.demo import DEMOS, prepare_demo
 from bench import transfer
-from bench.disagg_client import HOST, Timed, ask, leave, request_bytes
+from bench.disagg_client import HOST, TimedResponse, disconnect, request_bytes, stream_completion
 from bench.disagg_report import Cell, DisaggResults, to_markdown
 from bench.engine_prompts import make_prompt
 from bench.path import busy_core_s
@@ -40,12 +40,12 @@ from bench.systems import Launch, SystemFailed, free_port, start, stop
 from tests.doubles.tiny_models import make_tiny_model
 
 SYSTEMS = {"aggregated": ("--workers", "2"), "disaggregated": ("--prefill", "1", "--decode", "1")}
-ALONE_TOKENS, ALONE_ANSWER = 1000, 16
-STREAMS, SHORT_TOKENS, SHORT_ANSWER = 4, 32, 200
+ALONE_TOKENS, ALONE_NEW_TOKENS = 1000, 16
+STREAMS, SHORT_TOKENS, SHORT_NEW_TOKENS = 4, 32, 200
 LONG_TOKENS, LONG_PAUSE_S = 2000, 1.0
 CANCEL_TOKENS, CANCEL_STEP = 3000, 16
-START_S = 120.0
-END_LOOKS = 20
+START_TIMEOUT_S = 120.0
+END_POLLS = 20
 RESULTS = Path("bench/results")
 ENDED = re.compile(r"^(\S+ \S+) INFO baton\.request \S+ (prefill|decode) .* trace=(\S+)", re.MULTILINE)
 FETCHED = re.compile(r"^baton_transfer_seconds_total{.*} (\S+)$", re.MULTILINE)
@@ -53,8 +53,8 @@ FETCHED = re.compile(r"^baton_transfer_seconds_total{.*} (\S+)$", re.MULTILINE)
 Encode = Callable[[str], list[int]]
 
 
-class Site:
-    """One `baton serve` that runs."""
+class Deployment:
+    """One running `baton serve`."""
 
     def __init__(self, port: int, decode_port: int, logs: Path) -> None:
         self.port = port
@@ -62,13 +62,13 @@ class Site:
         self._decode_port = decode_port
 
     def fetch_s(self) -> float:
-        """Seconds that the second worker, which decodes where one does that alone, has spent fetching KV."""
-        with urllib.request.urlopen(f"http://{HOST}:{self._decode_port}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
+        """Seconds that the second worker (the decode worker when disaggregated) has spent fetching KV."""
+        with urllib.request.urlopen(f"http://{HOST}:{self._decode_port}/metrics", timeout=10) as response:
+            text = response.read().decode()
         return sum(map(float, FETCHED.findall(text)))
 
     def ends(self, trace_id: str) -> dict[str, float]:
-        """When each worker was done with a request, by the clock on the wall, by role."""
+        """Wall-clock time at which each worker finished a request, by role."""
         found = [match for file in self.logs.glob("*.log") for match in ENDED.finditer(file.read_text())]
         return {
             role: datetime.strptime(when, "%Y-%m-%d %H:%M:%S,%f").timestamp()
@@ -78,30 +78,30 @@ class Site:
 
 
 @contextmanager
-def serving(model: Path, name: str, flags: Sequence[str]) -> Iterator[Site]:
-    """Run `baton serve` and stop it at the end."""
+def serving(model: Path, name: str, flags: Sequence[str]) -> Iterator[Deployment]:
+    """Run `baton serve` for the duration of the block."""
     work_dir = Path(tempfile.mkdtemp(prefix="baton-bench-disagg-"))
     port = free_port()
-    places = ("--port", str(port), "--system-port", str(port + 1), "--log-dir", str(work_dir / "logs"))
-    process = start(Launch(("baton", "serve", "--model", str(model), "--name", name, *places, *flags), {}), work_dir)
+    locations = ("--port", str(port), "--system-port", str(port + 1), "--log-dir", str(work_dir / "logs"))
+    process = start(Launch(("baton", "serve", "--model", str(model), "--name", name, *locations, *flags), {}), work_dir)
     try:
         _await_ready(process, work_dir / "log")
-        yield Site(port, port + 2, work_dir / "logs")
+        yield Deployment(port, port + 2, work_dir / "logs")
     finally:
         stop([process])
         shutil.rmtree(work_dir, ignore_errors=True)
 
 
 def _await_ready(process: psutil.Popen, log: Path) -> None:
-    give_up = time.monotonic() + START_S
+    deadline = time.monotonic() + START_TIMEOUT_S
     while "Serving" not in log.read_text(errors="replace"):
-        if time.monotonic() > give_up or process.poll() is not None:
+        if time.monotonic() > deadline or process.poll() is not None:
             raise SystemFailed(f"baton serve did not start:\n{log.read_text(errors='replace')[-2000:]}")
         time.sleep(0.1)
 
 
 class Prompts:
-    """Prompts that nobody has seen before, of any length."""
+    """Prompts of any length, none of them used before."""
 
     def __init__(self, encode: Encode, round_number: int) -> None:
         self._encode = encode
@@ -112,51 +112,55 @@ class Prompts:
         return make_prompt(self._encode, length, self._next)
 
 
-async def measure_alone(site: Site, prompts: Prompts, count: int) -> list[Timed]:
-    """Requests one after the other, with nothing else to do."""
-    await ask(site.port, request_bytes("smollm2", prompts.make(ALONE_TOKENS), ALONE_ANSWER))
-    return [
-        await ask(site.port, request_bytes("smollm2", prompts.make(ALONE_TOKENS), ALONE_ANSWER)) for _ in range(count)
-    ]
+async def complete(deployment: Deployment, prompt: Sequence[int], new_tokens: int) -> TimedResponse:
+    return await stream_completion(deployment.port, request_bytes("smollm2", prompt, new_tokens))
 
 
-async def measure_mixed(site: Site, prompts: Prompts, seconds: float, long: bool) -> tuple[list[Timed], list[Timed]]:
-    """Streams that decode all the time, and with `long` one long prompt after the other; return the answers of both."""
+async def measure_alone(deployment: Deployment, prompts: Prompts, count: int) -> list[TimedResponse]:
+    """One request at a time, after one as warm-up."""
+    await complete(deployment, prompts.make(ALONE_TOKENS), ALONE_NEW_TOKENS)
+    return [await complete(deployment, prompts.make(ALONE_TOKENS), ALONE_NEW_TOKENS) for _ in range(count)]
+
+
+async def measure_mixed(
+    deployment: Deployment, prompts: Prompts, seconds: float, long: bool
+) -> tuple[list[TimedResponse], list[TimedResponse]]:
+    """Run streams that decode all the time and, with `long`, one long prompt after the other; return both responses."""
     stop_at = time.perf_counter() + seconds
-    shorts: list[Timed] = []
-    longs: list[Timed] = []
+    shorts: list[TimedResponse] = []
+    longs: list[TimedResponse] = []
 
     async def stream() -> None:
         while time.perf_counter() < stop_at:
-            shorts.append(await ask(site.port, request_bytes("smollm2", prompts.make(SHORT_TOKENS), SHORT_ANSWER)))
+            shorts.append(await complete(deployment, prompts.make(SHORT_TOKENS), SHORT_NEW_TOKENS))
 
     async def arrive() -> None:
         while long and time.perf_counter() < stop_at:
             await asyncio.sleep(LONG_PAUSE_S)
-            longs.append(await ask(site.port, request_bytes("smollm2", prompts.make(LONG_TOKENS), 1)))
+            longs.append(await complete(deployment, prompts.make(LONG_TOKENS), 1))
 
     await asyncio.gather(*(stream() for _ in range(STREAMS)), arrive())
     return shorts, longs
 
 
-async def measure_cancel(site: Site, prompts: Prompts, count: int) -> dict[str, list[float]]:
-    """Seconds from a client's leaving to the last worker's being done with it, by where the request was."""
-    freed: dict[str, list[float]] = {}
+async def measure_cancel(deployment: Deployment, prompts: Prompts, count: int) -> dict[str, list[float]]:
+    """Seconds from a client disconnect until the last worker finished the request, by the phase of the request."""
+    freed_s: dict[str, list[float]] = {}
     for number in range(count):
         for phase, after_s, after_events in (("prefill", 0.01 + number % 20 * 0.002, 0), ("decode", 0.005, 3)):
             trace_id = uuid.uuid4().hex
             request = request_bytes("tiny", prompts.make(CANCEL_TOKENS), 1000, trace_id)
-            left_at = await leave(site.port, request, after_s, after_events)
-            if ends := await both_ends(site, trace_id):
-                freed.setdefault(phase, []).append(max(0.0, max(ends.values()) - left_at))
-    return freed
+            disconnected_at = await disconnect(deployment.port, request, after_s, after_events)
+            if ends := await both_ends(deployment, trace_id):
+                freed_s.setdefault(phase, []).append(max(0.0, max(ends.values()) - disconnected_at))
+    return freed_s
 
 
-async def both_ends(site: Site, trace_id: str) -> dict[str, float]:
-    """The ends at both workers; after a while those that there are, for not every request reaches both."""
-    for _ in range(END_LOOKS):
+async def both_ends(deployment: Deployment, trace_id: str) -> dict[str, float]:
+    """The end times at both workers, or at one after a timeout: not every request reaches both."""
+    for _ in range(END_POLLS):
         await asyncio.sleep(0.1)
-        if len(ends := site.ends(trace_id)) == 2:
+        if len(ends := deployment.ends(trace_id)) == 2:
             break
     return ends
 
@@ -164,46 +168,60 @@ async def both_ends(site: Site, trace_id: str) -> dict[str, float]:
 def run_round(number: int, model: Path, encode: Encode, options: argparse.Namespace) -> Iterator[Cell]:
     names = list(SYSTEMS) if number % 2 == 0 else list(reversed(SYSTEMS))
     for system in names:
-        prompts = Prompts(encode, number + 1)
-        with serving(model, "smollm2", SYSTEMS[system]) as site:
-            before, began = busy_core_s(), time.monotonic()
-            fetched = site.fetch_s()
-            alone = uvloop.run(measure_alone(site, prompts, options.requests))
-            fetched = (site.fetch_s() - fetched) / (options.requests + 1)
-            undisturbed, _ = uvloop.run(measure_mixed(site, prompts, options.seconds / 2, long=False))
-            mixed, longs = uvloop.run(measure_mixed(site, prompts, options.seconds, long=True))
-            busy = (busy_core_s() - before) / (time.monotonic() - began)
-        yield Cell(
-            system=system,
-            round=number,
-            first_s=[answer.first_s for answer in alone],
-            fetch_s=fetched,
-            alone_gaps_s=[gap for answer in alone for gap in answer.gaps_s],
-            undisturbed_gaps_s=[gap for answer in undisturbed for gap in answer.gaps_s],
-            mixed_gaps_s=[gap for answer in mixed for gap in answer.gaps_s],
-            short_first_s=[answer.first_s for answer in mixed],
-            long_first_s=[answer.first_s for answer in longs],
-            busy_cores=busy,
-        )
+        with serving(model, "smollm2", SYSTEMS[system]) as deployment:
+            cell = measure_system(deployment, system, number, Prompts(encode, number + 1), options)
+        yield cell
+
+
+def measure_system(
+    deployment: Deployment, system: str, number: int, prompts: Prompts, options: argparse.Namespace
+) -> Cell:
+    before, began = busy_core_s(), time.monotonic()
+    fetched = deployment.fetch_s()
+    alone = uvloop.run(measure_alone(deployment, prompts, options.requests))
+    fetched = (deployment.fetch_s() - fetched) / (options.requests + 1)
+    undisturbed, _ = uvloop.run(measure_mixed(deployment, prompts, options.seconds / 2, long=False))
+    mixed, longs = uvloop.run(measure_mixed(deployment, prompts, options.seconds, long=True))
+    busy = (busy_core_s() - before) / (time.monotonic() - began)
+    return Cell(
+        system=system,
+        round=number,
+        first_s=first_tokens_s(alone),
+        fetch_s=fetched,
+        alone_gaps_s=gaps_s(alone),
+        undisturbed_gaps_s=gaps_s(undisturbed),
+        mixed_gaps_s=gaps_s(mixed),
+        short_first_s=first_tokens_s(mixed),
+        long_first_s=first_tokens_s(longs),
+        busy_cores=busy,
+    )
+
+
+def first_tokens_s(responses: Sequence[TimedResponse]) -> list[float]:
+    return [response.first_s for response in responses]
+
+
+def gaps_s(responses: Sequence[TimedResponse]) -> list[float]:
+    return [gap for response in responses for gap in response.gaps_s]
 
 
 def run_cancel(encode: Encode, options: argparse.Namespace) -> dict[str, list[float]]:
-    """A tiny model: its steps take about a millisecond, so what is measured is everything else."""
+    """Use a tiny model: its steps take about a millisecond, so they hardly add to the measured time."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_tiny_model(Path(directory) / "tiny", vocab_size=50_000)
         flags = (*SYSTEMS["disaggregated"], "--torch-batch-tokens", str(CANCEL_STEP), "--torch-blocks", "2048")
-        with serving(model, "tiny", flags) as site:
-            return uvloop.run(measure_cancel(site, Prompts(encode, 99), options.cancels))
+        with serving(model, "tiny", flags) as deployment:
+            return uvloop.run(measure_cancel(deployment, Prompts(encode, 99), options.cancels))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is started and measured")
-    parser.add_argument("--requests", type=int, default=8, help="requests that are alone, in each round")
+    parser.add_argument("--requests", type=int, default=8, help="requests sent one at a time, in each round")
     parser.add_argument("--seconds", type=float, default=40.0, help="seconds of mixed load, in each round")
-    parser.add_argument("--cancels", type=int, default=100, help="clients that leave, for each moment")
+    parser.add_argument("--cancels", type=int, default=100, help="client disconnects in each phase")
     parser.add_argument("--repeats", type=int, default=7, help="repeats of the transfers")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the results go")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     return parser.parse_args(arguments)
 
 

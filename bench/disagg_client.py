@@ -1,4 +1,4 @@
-"""Clients of the disaggregation bench: one request at a time or several, each event with its time."""
+"""HTTP client of the disaggregation benchmark: streams completions and times every event."""
 
 import asyncio
 import json
@@ -10,25 +10,25 @@ from itertools import pairwise
 import msgspec
 
 HOST = "127.0.0.1"
-ANSWER_S = 120.0
+RESPONSE_TIMEOUT_S = 120.0
 DIGITS = 5
 DATA = b"data: "
 DONE = b"data: [DONE]"
 
 
 class ClientFailed(Exception):
-    """An answer that is not one."""
+    """A response with an error, without text or without its end."""
 
 
-class Timed(msgspec.Struct, frozen=True):
-    """One streamed answer: when it was asked for, and when each event with text came."""
+class TimedResponse(msgspec.Struct, frozen=True):
+    """One streamed response: when its request was sent and when each event with text arrived."""
 
-    asked_at: float
+    sent_at: float
     events: list[float]
 
     @property
     def first_s(self) -> float:
-        return round(self.events[0] - self.asked_at, DIGITS)
+        return round(self.events[0] - self.sent_at, DIGITS)
 
     @property
     def gaps_s(self) -> list[float]:
@@ -36,7 +36,7 @@ class Timed(msgspec.Struct, frozen=True):
 
 
 def request_bytes(model: str, prompt: Sequence[int], tokens: int, trace_id: str = "") -> bytes:
-    """A streamed completion; workers log what they do for it under `trace_id`."""
+    """A streamed completion request. Workers log `trace_id` with it."""
     body = json.dumps(
         {
             "model": model,
@@ -53,8 +53,8 @@ def request_bytes(model: str, prompt: Sequence[int], tokens: int, trace_id: str 
 
 
 @asynccontextmanager
-async def asked(port: int, request: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """Send a request and hang up at the end of the block, whatever has come by then."""
+async def opened(port: int, request: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """Send a request, and abort the connection at the end of the block."""
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         writer.write(request)
@@ -65,7 +65,7 @@ async def asked(port: int, request: bytes) -> AsyncIterator[asyncio.StreamReader
 
 
 async def next_event(reader: asyncio.StreamReader) -> bytes:
-    """The next line of the answer that is an event; b"" at its end. Raises ClientFailed for an error."""
+    """The next event line of the response; b"" at its end. Raises ClientFailed for an error."""
     while line := await reader.readline():
         if line.startswith(DONE):
             return b""
@@ -73,25 +73,25 @@ async def next_event(reader: asyncio.StreamReader) -> bytes:
             return line
         if line.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5", b"event: error")):
             raise ClientFailed(line.decode().strip())
-    raise ClientFailed("the answer ended early")
+    raise ClientFailed("the response ended early")
 
 
-async def ask(port: int, request: bytes) -> Timed:
-    """One whole answer."""
-    asked_at = time.perf_counter()
+async def stream_completion(port: int, request: bytes) -> TimedResponse:
+    """Read one whole response."""
+    sent_at = time.perf_counter()
     events: list[float] = []
-    async with asyncio.timeout(ANSWER_S), asked(port, request) as reader:
+    async with asyncio.timeout(RESPONSE_TIMEOUT_S), opened(port, request) as reader:
         while line := await next_event(reader):
             if b'"text":""' not in line:
                 events.append(time.perf_counter())
     if not events:
         raise ClientFailed("no text")
-    return Timed(asked_at, events)
+    return TimedResponse(sent_at, events)
 
 
-async def leave(port: int, request: bytes, after_s: float, after_events: int) -> float:
-    """Ask, wait for some events and then for a while, hang up; return when, by the clock on the wall."""
-    async with asyncio.timeout(ANSWER_S), asked(port, request) as reader:
+async def disconnect(port: int, request: bytes, after_s: float, after_events: int) -> float:
+    """Send, read `after_events` events, wait `after_s`, disconnect; return the wall-clock time of the disconnect."""
+    async with asyncio.timeout(RESPONSE_TIMEOUT_S), opened(port, request) as reader:
         for _ in range(after_events):
             await next_event(reader)
         await asyncio.sleep(after_s)

@@ -1,4 +1,4 @@
-"""The tables of the disaggregation bench."""
+"""The tables of the disaggregation benchmark."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -17,14 +17,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     system: str
     round: int
     first_s: list[float]
-    """To the first token of a request that is alone."""
+    """Time to first token of requests sent one at a time."""
     alone_gaps_s: list[float]
     fetch_s: float
-    """What a decode worker took to fetch the KV of one such request; 0 where nothing is fetched."""
+    """Time in which a decode worker fetches the KV of one such request; 0 when aggregated."""
     undisturbed_gaps_s: list[float]
-    """Between the tokens of streams that decode together, with no long prompt in sight."""
+    """Between the tokens of streams that decode together, without long prompts."""
     mixed_gaps_s: list[float]
-    """The same with long prompts coming in."""
+    """The same while long prompts arrive."""
     short_first_s: list[float]
     long_first_s: list[float]
     busy_cores: float
@@ -105,23 +105,27 @@ def by_round(cells: Sequence[Cell], system: str, measure: Measure) -> dict[int, 
 
 
 def row(cells: Sequence[Cell], name: str) -> list[str]:
-    whole, split = (by_round(cells, system, MEASURES[name]) for system in ("aggregated", "disaggregated"))
-    ratios = [split[number] / whole[number] for number in whole if number in split]
-    return [name, spread(list(whole.values())), spread(list(split.values())), f"{spread(ratios, 2)}x"]
+    aggregated, disaggregated = (by_round(cells, system, MEASURES[name]) for system in ("aggregated", "disaggregated"))
+    ratios = [disaggregated[number] / aggregated[number] for number in aggregated if number in disaggregated]
+    return [name, spread(list(aggregated.values())), spread(list(disaggregated.values())), f"{spread(ratios, 2)}x"]
 
 
 def added(cells: Sequence[Cell]) -> str:
     measure = MEASURES["first token alone, p50"]
-    whole, split = (by_round(cells, system, measure) for system in ("aggregated", "disaggregated"))
-    shares = [(split[number] - whole[number]) / whole[number] * 100 for number in whole if number in split]
-    later = [split[number] - whole[number] for number in whole if number in split]
+    aggregated, disaggregated = (by_round(cells, system, measure) for system in ("aggregated", "disaggregated"))
+    shares = [
+        (disaggregated[number] - aggregated[number]) / aggregated[number] * 100
+        for number in aggregated
+        if number in disaggregated
+    ]
+    later = [disaggregated[number] - aggregated[number] for number in aggregated if number in disaggregated]
     fetch = by_round(cells, "disaggregated", lambda cell: cell.fetch_s)
     step = by_round(cells, "disaggregated", MEASURES["gap alone, p50"])
-    fetching, making = spread([*fetch.values()]), spread([*step.values()])
+    fetch_ms, step_ms = spread([*fetch.values()]), spread([*step.values()])
     return (
         f"The first token of a prompt of 1,000 tokens arrives {spread(shares)} % later than from an aggregated worker"
-        f" in the same round: {spread(later)} ms. Fetching the KV takes {fetching} ms of that, and the step in"
-        f" which the decode worker computes the token {making} ms; the rest is messages between four processes, and"
+        f" in the same round: {spread(later)} ms. Fetching the KV takes {fetch_ms} ms of that, and the step in"
+        f" which the decode worker computes the token {step_ms} ms; the rest is messages between four processes, and"
         " noise."
     )
 

@@ -1,7 +1,7 @@
 """`python -m bench.engine`: the built-in engine next to its peers on a CPU, in the same run.
 
-Every round starts each engine once, one after the other, so that what else happens on the machine touches all of
-them alike. A peer that is missing or fails is shown as such. Speed is reported, never judged.
+Every round starts each engine once, one after the other, so that other load on the machine affects all of
+them alike. A missing or failed peer is reported as such. Speed is reported, never asserted.
 """
 
 import argparse
@@ -46,13 +46,13 @@ QUICK = Sizes(batches=(1, 4), new_tokens=16, prefill_tokens=200, rounds=1, repea
 PROFILED_BATCHES = (1, 8)
 WARM_TOKENS = 4
 KV_ROUNDING = 1024
-# Seeds of prompts: far enough apart that no cell has a prompt of another.
+# Seeds of prompts, far enough apart that no two cells share a prompt.
 CELL_SEEDS = 10_000
 WARM_SEED = 5_000
 
 
 def make_cells(sizes: Sizes, encode: Encode) -> list[CellSpec]:
-    """The cells of a run; no prompt comes twice, so that no engine can reuse one."""
+    """The cells of a run. No prompt occurs twice, so that no engine can use a prefix cache."""
     plans = [(decode_cell(batch), batch, sizes.prompt_tokens, sizes.new_tokens, 1) for batch in sizes.batches]
     plans.append((PREFILL_CELL, 1, sizes.prefill_tokens, 1, 2))
     return [
@@ -70,7 +70,7 @@ def make_cells(sizes: Sizes, encode: Encode) -> list[CellSpec]:
 
 
 def make_spec(engine: EngineUnderTest, sizes: Sizes, cells: list[CellSpec], options: argparse.Namespace) -> Spec:
-    """The same work and the same room for every engine: KV for the widest batch and one long prompt."""
+    """The same work and KV capacity for every engine: enough for the largest batch and one long prompt."""
     row = sizes.prompt_tokens + sizes.new_tokens
     needed = max(sizes.batches) * row + sizes.prefill_tokens
     home = options.peers / engine.home
@@ -95,7 +95,7 @@ def make_spec(engine: EngineUnderTest, sizes: Sizes, cells: list[CellSpec], opti
 def run_rounds(
     engines: Sequence[EngineUnderTest], sizes: Sizes, cells: list[CellSpec], options: argparse.Namespace
 ) -> Iterator[Run]:
-    """Yield every run as it ends, so that a bench cut short leaves what it has."""
+    """Yield every run as it ends, so that an interrupted benchmark keeps its results so far."""
     for turn in range(sizes.rounds):
         start = turn % len(engines)
         for engine in (*engines[start:], *engines[:start]):
@@ -111,20 +111,22 @@ def run_rounds(
 
 def print_progress(run: Run) -> None:
     if run.measured is None:
-        told = run.failure
+        summary = run.failure
     else:
         rates = ", ".join(
             f"{name} {max(rate.prefill if name == PREFILL_CELL else rate.decode for rate in rates):.0f}"
             for name, rates in run.measured.cells.items()
         )
-        told = f"ready {run.measured.ready_s:.1f} s, {rates} tok/s, {run.measured.peak_bytes / 1e9:.2f} GB"
+        summary = f"ready {run.measured.ready_s:.1f} s, {rates} tok/s, {run.measured.peak_bytes / 1e9:.2f} GB"
     print(
-        f"round {run.round} {run.engine:24} {told}  (others {run.foreign_cores:.1f} cores)", file=sys.stderr, flush=True
+        f"round {run.round} {run.engine:24} {summary}  (others {run.foreign_cores:.1f} cores)",
+        file=sys.stderr,
+        flush=True,
     )
 
 
 def run_and_write(options: argparse.Namespace, tokenizer: tokenizers.Tokenizer) -> int:
-    """Run and write what was measured, also when it is cut short; 0 when every engine ran in every round."""
+    """Run and write the results, also after an interrupt; return 0 if every engine ran in every round."""
     sizes: Sizes = options.sizes
     cells = make_cells(sizes, encoder(tokenizer))
     runs: list[Run] = []
@@ -154,7 +156,7 @@ def describe_run(runs: list[Run], options: argparse.Namespace, decode: Decode) -
 
 
 def without_outputs(run: Run) -> Run:
-    """The answers have been compared; thousands of token numbers tell nobody more."""
+    """Drop the outputs: they have been compared, and thousands of token ids only enlarge the file."""
     if run.measured is None:
         return run
     return msgspec.structs.replace(run, measured=msgspec.structs.replace(run.measured, outputs={}))
@@ -167,10 +169,10 @@ def write_results(results: EngineResults, out: Path) -> None:
 
 
 def write_profile(options: argparse.Namespace, tokenizer: tokenizers.Tokenizer) -> None:
-    """Profile our engine, in bf16 or as `--only` says, and leave engine-profile.txt."""
-    from bench.engine_profile import LOOKS, profile_cells  # torch is there only where there is an engine
+    """Profile Baton's engine (bf16, or the one of `--only`) and write engine-profile.txt."""
+    from bench.engine_profile import PASSES, profile_cells  # needs torch
 
-    sizes = msgspec.structs.replace(options.sizes, batches=PROFILED_BATCHES, repeats=LOOKS)
+    sizes = msgspec.structs.replace(options.sizes, batches=PROFILED_BATCHES, repeats=PASSES)
     cells = make_cells(sizes, encoder(tokenizer))
     spec = make_spec(options.engines[0], sizes, cells, options)
     text = profile_cells(spec.setup, cells, WARM_TOKENS)
@@ -220,22 +222,24 @@ def comma_separated_engines(text: str) -> list[EngineUnderTest]:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that everything runs")
     parser.add_argument(
-        "--only", type=comma_separated_engines, dest="engines", metavar="A,B", help="engines, by name or its beginning"
+        "--only", type=comma_separated_engines, dest="engines", metavar="A,B", help="engines, by name or prefix"
     )
     parser.add_argument("--model", default="smollm2", help="model directory or demo model (default: smollm2)")
-    parser.add_argument("--peers", type=Path, default=Path(".bench"), help="where scripts/bench-peers.sh put the peers")
     parser.add_argument(
-        "--threads", type=positive, default=len(os.sched_getaffinity(0)), help="default: all cores we may use"
+        "--peers", type=Path, default=Path(".bench"), help="folder that scripts/bench-peers.sh installs into"
     )
-    parser.add_argument("--batches", type=comma_separated_counts, metavar="N,N", help="rows that decode at once")
-    parser.add_argument("--new-tokens", type=positive, help="tokens that each row makes; at least 2")
+    parser.add_argument(
+        "--threads", type=positive, default=len(os.sched_getaffinity(0)), help="default: all cores of the CPU affinity"
+    )
+    parser.add_argument("--batches", type=comma_separated_counts, metavar="N,N", help="rows that decode in one batch")
+    parser.add_argument("--new-tokens", type=positive, help="tokens that each row generates; at least 2")
     parser.add_argument("--prefill-tokens", type=positive, help="length of the long prompt")
     parser.add_argument("--rounds", type=positive, help="how often each engine is started")
     parser.add_argument("--repeats", type=positive, help="how often each cell is measured in a round")
     parser.add_argument(
-        "--deadline", type=float, default=900.0, metavar="S", help="an engine that takes longer is killed"
+        "--deadline", type=float, default=900.0, metavar="S", help="seconds after which an engine is killed"
     )
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
     parser.add_argument("--profile", action="store_true", help="only profile Baton's engine")
@@ -248,7 +252,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    # Leaving by exception stops what was started; the default action would leave it running.
+    # Exit by exception, so that child processes are stopped; the default action would leave them running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         options.model = resolve_model(options.model, cache_directory(Settings()) / "models")

@@ -1,7 +1,7 @@
-"""Where the time of the built-in engine's steps goes: by its own parts, by torch's operators, by machine code.
+"""Profiles the steps of the built-in engine: by its own functions, by torch's operators, by compiled function.
 
-Each look is a run of its own, so that none disturbs another. Parts are found by name: one that has been renamed is
-told as missing, and nothing else changes.
+Each profile is a separate run, so that none disturbs another. Functions are found by name: a renamed one is reported as
+missing, and the rest is still timed.
 """
 
 import functools
@@ -30,12 +30,12 @@ PERF_HERTZ = 499
 PERF_LIBRARIES = 6
 PERF_FUNCTIONS = 24
 PERF_WIDTH = 140
-LOOKS = 3
-"""How many runs a cell must have: one for each look."""
+PASSES = 3
+"""Runs that a cell must have: one for each kind of profile."""
 
 
 class Part(NamedTuple):
-    """A function of the engine, timed by putting a clock around it. `within` is the part that it is a part of."""
+    """A function of the engine that is wrapped with a timer. `within` is the label of the part that calls it."""
 
     label: str
     module: str
@@ -84,7 +84,7 @@ class Clocks:
 
     @contextmanager
     def installed(self, package: str, parts: Sequence[Part]) -> Iterator[None]:
-        """Put the clocks in for as long as this lasts; what has taken hold of a function before goes untimed."""
+        """Wrap the functions for the duration of the block. References taken before it stay untimed."""
         with ExitStack() as stack:
             for part in parts:
                 *owners, name = part.name.split(".")
@@ -100,7 +100,7 @@ class Clocks:
 
 
 def split_table(clocks: Clocks, parts: Sequence[Part], wall_s: float) -> str:
-    """Each part's share of the run, and what is left of a step when its parts are taken away."""
+    """Each part's share of the run, and the rest of a step outside its parts."""
     steps = clocks.calls.get("step", 0)
     rows = [
         row(part.label, clocks.calls[part.label], clocks.seconds[part.label], steps, wall_s)
@@ -121,10 +121,10 @@ def row(label: str, calls: int, seconds: float, steps: int, wall_s: float) -> li
 
 
 def operators(work: Callable[[], object]) -> str:
-    """torch's own profile of every thread, the costliest operators first."""
-    everywhere = _ExperimentalConfig(profile_all_threads=True)
+    """torch's profile of all threads, the most expensive operators first."""
+    all_threads = _ExperimentalConfig(profile_all_threads=True)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, experimental_config=everywhere) as profile:
+    with torch.profiler.profile(activities=activities, experimental_config=all_threads) as profile:
         work()
     return str(
         profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=OPERATORS, max_name_column_width=50)
@@ -132,7 +132,7 @@ def operators(work: Callable[[], object]) -> str:
 
 
 def machine_code(work: Callable[[], object]) -> str:
-    """`perf` over this process: compiled code by function, where the program is there and allowed."""
+    """Profile this process with `perf`, by compiled function, if `perf` is installed and permitted."""
     perf = shutil.which("perf")
     if perf is None:
         work()
@@ -149,19 +149,19 @@ class PerfData:
         self._recorder = recorder
 
     def read(self) -> str:
-        """End the recording and return its libraries and its functions, the costliest first."""
+        """End the recording and return its libraries and its functions, the most expensive first."""
         self._recorder.send_signal(signal.SIGINT)
-        _, said = self._recorder.communicate(timeout=30)
+        _, stderr = self._recorder.communicate(timeout=30)
         found = self._report("dso", PERF_LIBRARIES) + self._report("dso,symbol", PERF_FUNCTIONS)
-        return without_paths("\n".join(found) or f"perf recorded nothing: {said.strip()[-200:]}")
+        return without_paths("\n".join(found) or f"perf recorded nothing: {stderr.strip()[-200:]}")
 
-    def _report(self, sort: str, most: int) -> list[str]:
+    def _report(self, sort: str, limit: int) -> list[str]:
         argv = [self._perf, "report", "--stdio", "--input", str(self._file), "--sort", sort, "--percent-limit", "0.5"]
         found = subprocess.run(argv, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
         lines = [line.rstrip() for line in found.stdout.splitlines() if line.strip() and not line.startswith("#")]
-        # Code without a name, such as oneDNN's, is an address a sample: its library's line has told of it.
+        # Code without symbols, such as oneDNN's, has one address per sample; the line of its library includes it.
         named = [line[:PERF_WIDTH].rstrip() for line in lines if "] 0x" not in line]
-        return named[:most]
+        return named[:limit]
 
 
 @contextmanager
@@ -169,14 +169,14 @@ def sampling(perf: str, file: Path) -> Iterator[PerfData]:
     argv = [perf, "record", "--quiet", "--freq", str(PERF_HERTZ), "--output", str(file), "--pid", str(os.getpid())]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as recorder:
         try:
-            time.sleep(0.5)  # it begins late
+            time.sleep(0.5)  # perf needs time to attach
             yield PerfData(perf, file, recorder)
         finally:
             recorder.kill()
 
 
 def profile_cells(setup: EngineSetup, cells: Sequence[CellSpec], warm_tokens: int) -> str:
-    """Start the engine in this process and look at each cell three times."""
+    """Start the engine in this process and profile each cell once per kind of profile."""
     clocks = Clocks()
     with clocks.installed("baton.engines.torch", PARTS):
         engine = baton_torch.load(msgspec.structs.asdict(setup))
@@ -188,7 +188,7 @@ def profile_cells(setup: EngineSetup, cells: Sequence[CellSpec], warm_tokens: in
 
 
 def profile_cell(engine: baton_torch.EngineDriver, clocks: Clocks, cell: CellSpec, warm_tokens: int) -> Iterator[str]:
-    first, second, third = cell.runs[:LOOKS]
+    first, second, third = cell.runs[:PASSES]
     engine.generate(cell.warm, min(warm_tokens, cell.new_tokens))
     clocks.reset()
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The prompts of the engine bench: English of an exact number of tokens, the same in every run, each one another."""
+"""The prompts of the engine benchmark: distinct English texts of an exact token count, the same in every run."""
 
 import random
 from collections.abc import Callable
@@ -13,13 +13,12 @@ REASONS = ("because the road was closed", "for the love of music", "to help a fr
 
 
 def sentence(choice: random.Random) -> str:
-    words = [choice.choice(words) for words in (TIMES, PEOPLE, DEEDS, PLACES, REASONS)]
-    time, who, deed, place, reason = words
-    return f"{time[0].upper()}{time[1:]}, {who} {deed} near the {place} {reason}."
+    time, person, deed, place, reason = (choice.choice(phrases) for phrases in (TIMES, PEOPLE, DEEDS, PLACES, REASONS))
+    return f"{time[0].upper()}{time[1:]}, {person} {deed} near the {place} {reason}."
 
 
 def make_prompt(encode: Encode, length: int, seed: int) -> list[int]:
-    """`length` tokens of a text that begins with its own number, so that no two share their first block."""
+    """`length` tokens of a text that starts with its seed, so that no two prompts share their first block."""
     choice = random.Random(seed)
     text = f"{seed} stories from the {choice.choice(PLACES)}."
     while len(tokens := encode(text)) < length:

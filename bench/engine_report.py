@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from bench.engine_runs import Answer, Measured, Run
+from bench.engine_runs import Measured, Output, Run
 from bench.report import CHANGED_SOURCE, NOISY_CORES, number, table
 from bench.result_files import Machine
 
@@ -21,25 +21,25 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """How much work a run is."""
+    """The size of a run."""
 
     batches: tuple[int, ...] = (1, 8, 32)
     prompt_tokens: int = 64
     new_tokens: int = 128
     prefill_tokens: int = 1000
     rounds: int = 3
-    """How often each engine is started, in turn with the others."""
+    """How often each engine is started, alternating with the others."""
     repeats: int = 2
     """How often each cell is measured in a round."""
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an engine's greedy answers are those of transformers in 32 bits."""
+    """How far an engine's greedy outputs agree with those of transformers in float32."""
 
     rows: int
     equal_rows: int
     leading_tokens: float
-    """Mean over the rows of the tokens that agree before the first that does not."""
+    """Mean number of tokens per row before the first difference."""
     sample: str
 
 
@@ -56,17 +56,17 @@ class EngineResults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(NamedTuple):
-    middle: float
-    least: float
-    most: float
+    median: float
+    minimum: float
+    maximum: float
 
     @property
     def noisy(self) -> bool:
-        return self.most - self.least > NOISY_SPREAD * self.middle
+        return self.maximum - self.minimum > NOISY_SPREAD * self.median
 
 
 class Measure(NamedTuple):
-    """One column: its title, and what it reads out of a round."""
+    """One column: its title, and its values in a round."""
 
     title: str
     values: Values
@@ -79,9 +79,9 @@ def spread_of(values: Sequence[float]) -> Spread:
     return Spread(median(values), min(values), max(values))
 
 
-def written(spread: Spread, mark: bool = False) -> str:
-    around = "" if spread.least == spread.most else f" ({number(spread.least)}-{number(spread.most)})"
-    return f"{NOISY_MARK if mark or spread.noisy else ''}{number(spread.middle)}{around}"
+def format_spread(spread: Spread, mark: bool = False) -> str:
+    range_ = "" if spread.minimum == spread.maximum else f" ({number(spread.minimum)}-{number(spread.maximum)})"
+    return f"{NOISY_MARK if mark or spread.noisy else ''}{number(spread.median)}{range_}"
 
 
 def decode_cell(batch: int) -> str:
@@ -155,26 +155,32 @@ def heading(results: EngineResults) -> str:
 def rows_of(runs: Sequence[Run], measures: Sequence[Measure]) -> Iterator[list[str]]:
     for engine in engines_of(runs):
         found = measured_rounds(runs, engine).values()
-        told = [written(measure.spread(found)) for measure in measures] if found else ["-"] * len(measures)
-        yield [engine, *told]
+        columns = [format_spread(measure.spread(found)) for measure in measures] if found else ["-"] * len(measures)
+        yield [engine, *columns]
 
 
 def ratio_sections(runs: Sequence[Run], measures: Sequence[Measure]) -> Iterator[str]:
-    """Ours over each peer's, round by round: what disturbed a round touched both."""
-    engines = engines_of(runs)
-    for ours in (engine for engine in engines if engine.startswith(OURS) and measured_rounds(runs, engine)):
-        peers = [engine for engine in engines if engine != ours and measured_rounds(runs, engine)]
-        if peers:
+    """Ours over each peer's, round by round: noise in a round affects both."""
+    engines = [engine for engine in engines_of(runs) if measured_rounds(runs, engine)]
+    for ours in engines:
+        if ours.startswith(OURS) and len(engines) > 1:
             yield f"## {ours}, as a multiple of each"
-            rows = [[peer, *(ratio(runs, ours, peer, measure) for measure in measures)] for peer in peers]
-            yield table(["engine", *(measure.title for measure in measures)], rows)
+            peers = [engine for engine in engines if engine != ours]
+            yield table(["engine", *(measure.title for measure in measures)], ratio_rows(runs, ours, peers, measures))
+
+
+def ratio_rows(
+    runs: Sequence[Run], ours: str, peers: Sequence[str], measures: Sequence[Measure]
+) -> Iterator[list[str]]:
+    for peer in peers:
+        yield [peer, *(ratio(runs, ours, peer, measure) for measure in measures)]
 
 
 def ratio(runs: Sequence[Run], ours: str, peer: str, measure: Measure) -> str:
     left, right = measured_rounds(runs, ours), measured_rounds(runs, peer)
     found = round_ratios(left, right, measure)
     noisy = any(measure.spread(rounds.values()).noisy for rounds in (left, right))
-    return written(spread_of(found), mark=noisy) + "x" if found else "-"
+    return format_spread(spread_of(found), mark=noisy) + "x" if found else "-"
 
 
 def round_ratios(ours: dict[int, Measured], theirs: dict[int, Measured], measure: Measure) -> list[float]:
@@ -203,7 +209,7 @@ def agreement_section(results: EngineResults) -> Iterator[str]:
 
 
 def agreements(runs: Sequence[Run], decode: Decode) -> dict[str, Agreement]:
-    """Compare every engine's first answers with the reference's; empty when the reference is missing."""
+    """Compare every engine's first outputs with the reference's; empty when the reference is missing."""
     first = {run.engine: run.measured for run in reversed(runs) if run.measured}
     reference = first.get(REFERENCE)
     if reference is None:
@@ -213,14 +219,14 @@ def agreements(runs: Sequence[Run], decode: Decode) -> dict[str, Agreement]:
 
 def agreement(reference: Measured, other: Measured, decode: Decode) -> Agreement:
     pairs = [
-        (expected.tokens or [], given)
-        for cell, answers in reference.outputs.items()
+        (expected.tokens or [], output)
+        for cell, outputs in reference.outputs.items()
         if cell != PREFILL_CELL
-        for expected, given in zip(answers, other.outputs[cell], strict=True)
+        for expected, output in zip(outputs, other.outputs[cell], strict=True)
     ]
-    leading = [leading_tokens(expected, given, decode) for expected, given in pairs]
-    answer = pairs[0][1]
-    text = answer.text if answer.text is not None else decode(answer.tokens or [])
+    leading = [leading_tokens(expected, output, decode) for expected, output in pairs]
+    first_output = pairs[0][1]
+    text = first_output.text if first_output.text is not None else decode(first_output.tokens or [])
     return Agreement(
         rows=len(pairs),
         equal_rows=sum(count == len(expected) for count, (expected, _) in zip(leading, pairs, strict=True)),
@@ -229,11 +235,11 @@ def agreement(reference: Measured, other: Measured, decode: Decode) -> Agreement
     )
 
 
-def leading_tokens(expected: Sequence[int], given: Answer, decode: Decode) -> int:
-    """How many tokens agree before the first that does not; of an engine that only tells its text, by the text."""
-    if given.tokens is not None:
-        return sum(1 for _ in common_prefix(expected, given.tokens))
-    text = given.text or ""
+def leading_tokens(expected: Sequence[int], output: Output, decode: Decode) -> int:
+    """The number of tokens before the first difference; compares text when the engine returns no token ids."""
+    if output.tokens is not None:
+        return sum(1 for _ in common_prefix(expected, output.tokens))
+    text = output.text or ""
     return next(
         (count - 1 for count in range(1, len(expected) + 1) if not text.startswith(decode(expected[:count]))),
         len(expected),
@@ -262,10 +268,10 @@ def noise(runs: Sequence[Run], measures: Sequence[Measure]) -> str:
     found = [rounds for engine in engines_of(runs) if (rounds := measured_rounds(runs, engine).values())]
     noisy = [measure.spread(rounds).noisy for rounds in found for measure in measures]
     disturbed = sum(run.foreign_cores > NOISY_CORES for run in runs)
-    most = max(run.foreign_cores for run in runs)
+    maximum = max(run.foreign_cores for run in runs)
     return (
         f"{sum(noisy)} of {len(noisy)} cells are noisy ({NOISY_MARK}). In {disturbed} of {len(runs)} runs other work "
-        f"kept more than {NOISY_CORES} cores busy meanwhile ({most:.2f} at the most)."
+        f"kept more than {NOISY_CORES} cores busy meanwhile ({maximum:.2f} at the most)."
     )
 
 

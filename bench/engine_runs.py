@@ -1,4 +1,4 @@
-"""The engines under test, and how one is run: a process of its own that gets a spec and answers with one line."""
+"""The engines under test. Each runs in its own process, which reads a spec and writes one line with the result."""
 
 import os
 import re
@@ -20,8 +20,8 @@ import psutil
 from bench.path import busy_core_s
 
 RUN = Path(__file__).parent / "engine_peers" / "run.py"
-LAST_WORDS = 300
-GONE_S = 10.0
+LOG_CHARACTERS = 300
+EXIT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class EngineUnderTest:
     """Its module in `engine_peers`."""
     variant: str
     packages: tuple[str, ...]
-    """Whose versions are told."""
+    """Packages whose versions are reported."""
     home: str = ""
     """Its environment below the peers' folder; '' is the environment of this process."""
     gguf: str = ""
@@ -41,7 +41,7 @@ class EngineUnderTest:
         return peers_dir / self.home / "bin" / "python" if self.home else Path(sys.executable)
 
     def missing(self, peers_dir: Path) -> str:
-        """What this engine lacks, or ''."""
+        """Why this engine cannot run (what is not installed), or ''."""
         needed = [self.python(peers_dir), *([peers_dir / "models" / self.gguf] if self.gguf else [])]
         lacking = [path.name for path in needed if not path.exists()]
         return f"not installed ({', '.join(lacking)} not found; scripts/bench-peers.sh)" if lacking else ""
@@ -64,7 +64,7 @@ ENGINES = (
 
 
 class CellSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell: prompts to warm up with, and for each run the prompts that are given at once."""
+    """One cell: prompts for the warm-up, and for each run the prompts that are submitted at once."""
 
     name: str
     new_tokens: int
@@ -93,46 +93,46 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Tokens a second; `run.py` says from when to when."""
+    """Tokens per second; `run.py` defines the intervals."""
 
     prefill: float
     decode: float
     wall: float
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What an engine said to one prompt, in its own terms."""
+class Output(msgspec.Struct, frozen=True):
+    """An engine's output for one prompt: token ids, or text if the engine returns no ids."""
 
     tokens: list[int] | None = None
     text: str | None = None
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The one line of an engine's process."""
+    """The result line of an engine's process."""
 
     ready_s: float
     peak_bytes: int
     versions: dict[str, str]
     cells: dict[str, list[Rates]]
-    outputs: dict[str, list[Answer]]
+    outputs: dict[str, list[Output]]
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine in one round; without `measured` it failed, and `failure` says why."""
+    """One engine in one round. `measured` is None when it failed; `failure` is the reason."""
 
     engine: str
     round: int
     measured: Measured | None = None
     failure: str = ""
     foreign_cores: float = 0.0
-    """Cores kept busy meanwhile by anything else: how quiet the machine was."""
+    """Cores kept busy by other processes during the run."""
 
 
 def run_engine(name: str, round_number: int, python: Path, spec: Spec, request_timeout_s: float) -> Run:
-    """Run one engine to its end or to its deadline; nothing that it started is left."""
+    """Run one engine to its end or to its timeout; all its processes have ended on return."""
     busy, cpu, began = busy_core_s(), children_cpu_s(), time.monotonic()
     try:
-        measured, failure = ask(python, spec, request_timeout_s), ""
+        measured, failure = run_process(python, spec, request_timeout_s), ""
     except EngineRunFailed as error:
         measured, failure = None, str(error)
     foreign_s = (busy_core_s() - busy) - (children_cpu_s() - cpu)
@@ -146,11 +146,11 @@ def run_engine(name: str, round_number: int, python: Path, spec: Spec, request_t
 
 
 class EngineRunFailed(Exception):
-    """An engine's process gave no result."""
+    """An engine's process wrote no result."""
 
 
-def ask(python: Path, spec: Spec, request_timeout_s: float, program: Path = RUN) -> Measured:
-    """Start `program` in a process group of its own, give it the spec and read its line. Raises EngineRunFailed."""
+def run_process(python: Path, spec: Spec, request_timeout_s: float, program: Path = RUN) -> Measured:
+    """Run `program` in its own process group with the spec on stdin; return its result. Raises EngineRunFailed."""
     with tempfile.TemporaryFile() as log:
         stamped = msgspec.structs.replace(spec, spawned_at=time.monotonic())
         process = subprocess.Popen(
@@ -164,25 +164,25 @@ def ask(python: Path, spec: Spec, request_timeout_s: float, program: Path = RUN)
         try:
             output, _ = process.communicate(msgspec.json.encode(stamped), timeout=request_timeout_s)
         except subprocess.TimeoutExpired:
-            raise EngineRunFailed(f"no result within {request_timeout_s:g} s; {last_words(log)}") from None
+            raise EngineRunFailed(f"no result within {request_timeout_s:g} s; {last_log_line(log)}") from None
         finally:
-            end_family(process)
+            kill_process_tree(process)
         if process.returncode:
-            raise EngineRunFailed(f"ended with {process.returncode}: {last_words(log)}")
+            raise EngineRunFailed(f"ended with {process.returncode}: {last_log_line(log)}")
     try:
         return msgspec.json.decode(output, type=Measured)
     except msgspec.MsgspecError as error:
-        raise EngineRunFailed(f"no result in what it wrote ({error})") from None
+        raise EngineRunFailed(f"the output is not a result ({error})") from None
 
 
 def environment(threads: int) -> dict[str, str]:
-    """This process's own, less what would leak into a peer."""
+    """The environment of this process without the variables that would affect a peer."""
     leaks = ("BATON_", "DYN_", "PYTHON", "VIRTUAL_ENV", "VLLM_", "OMP_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(leaks)}
     return kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def end_family(process: subprocess.Popen[bytes]) -> None:
+def kill_process_tree(process: subprocess.Popen[bytes]) -> None:
     """Kill the process, its group, and children that have left the group."""
     children: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
@@ -192,18 +192,18 @@ def end_family(process: subprocess.Popen[bytes]) -> None:
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    process.communicate(timeout=GONE_S)
+    process.communicate(timeout=EXIT_TIMEOUT_S)
 
 
-def last_words(log: IO[bytes]) -> str:
-    """The last line that an engine logged, which for a Python program is its error."""
+def last_log_line(log: IO[bytes]) -> str:
+    """The last line of an engine's log, which for a Python program is its error."""
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
-    return without_paths(lines[-1].strip())[:LAST_WORDS] if lines else "it said nothing"
+    return without_paths(lines[-1].strip())[:LOG_CHARACTERS] if lines else "no log output"
 
 
 def without_paths(text: str) -> str:
-    """`text` with only the last part of every path: results are published, machines are not."""
+    """`text` with only the last part of every path, because results are published."""
     return re.sub(r"(?<![\w:/])/(?:[\w.+-]+/)+", "", text)
 
 
@@ -213,9 +213,9 @@ def children_cpu_s() -> float:
 
 
 def select_engines(wanted: Sequence[str]) -> list[EngineUnderTest]:
-    """The engines whose names are, or begin with, one of `wanted`; all of them when nothing is. Raises ValueError."""
-    chosen = [engine for engine in ENGINES if not wanted or any(engine.name.startswith(word) for word in wanted)]
-    unknown = [word for word in wanted if not any(engine.name.startswith(word) for engine in ENGINES)]
+    """The engines whose names start with one of `wanted`, or all if it is empty. Raises ValueError."""
+    chosen = [engine for engine in ENGINES if not wanted or any(engine.name.startswith(prefix) for prefix in wanted)]
+    unknown = [prefix for prefix in wanted if not any(engine.name.startswith(prefix) for engine in ENGINES)]
     if unknown:
         raise ValueError(f"unknown: {', '.join(unknown)} (of {', '.join(engine.name for engine in ENGINES)})")
     return chosen

@@ -1,7 +1,7 @@
-"""`python -m bench.handlers`: CPU cost of serving SGLang, in Baton and in the way of Dynamo's handlers.
+"""`python -m bench.handlers`: CPU cost of serving SGLang, in Baton and in the pattern of Dynamo's handlers.
 
-Both serve the same double of SGLang's engine under the same runtime and the same frontend; only the worker's processor
-time is looked at. Paced, every request gets a token every 20 ms, as from a batch that is being decoded.
+Both serve the same double of SGLang's engine with the same runtime and the same frontend; only the worker's CPU time is
+measured. Paced, every request gets a token every 20 ms, as from a decoding batch.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Measure = Callable[[Cell], float]
 
 
 def launches(worker: str) -> Callable[[Setup, Site], list[Launch]]:
-    """Return how a worker of ours or theirs is started with its frontend."""
+    """Return the function that builds the launches of `worker` and its frontend."""
 
     def start(setup: Setup, site: Site) -> list[Launch]:
         discovery = str(site.work_dir / "discovery")
@@ -42,9 +42,9 @@ def launches(worker: str) -> Callable[[Setup, Site], list[Launch]]:
             "BATON_MAX_IN_FLIGHT": "4096",
             "BATON_PROFILE_DIR": str(setup.profile_dir or ""),
         }
-        words = ("--model-dir", str(setup.model_dir), "--pace-ms", str(setup.pace_ms))
+        arguments = ("--model-dir", str(setup.model_dir), "--pace-ms", str(setup.pace_ms))
         frontend = Launch(("bench.peers.reference_frontend", "--port", str(site.port)), env)
-        return [frontend, Launch((f"bench.peers.{worker}", *words), env)]
+        return [frontend, Launch((f"bench.peers.{worker}", *arguments), env)]
 
     return start
 
@@ -57,7 +57,7 @@ SYSTEMS = {
 
 
 def run(streams: Sequence[int], repeats: int, seconds: float) -> Iterator[Cell]:
-    """Yield every cell as it is measured; they take turns, and take turns at going first."""
+    """Yield every cell as it is measured. The systems alternate, and so does the first one."""
     for repeat in range(repeats):
         for pace_ms, tokens in ((PACED_MS, TOKENS), (0.0, TOKENS), (0.0, 1)):
             with ExitStack() as stack:
@@ -94,8 +94,8 @@ def to_markdown(results: Results) -> str:
         "",
         f"`{results.command}`, {results.date[:10]}, {results.machine.cores} cores, {results.machine.cpu}.",
         "CPU time of the worker process, median and range over the repeats. All systems serve the same double of"
-        " SGLang's engine. *Reference* serves it in the way of Dynamo's Python handlers. *Bare* pushes each chunk of"
-        " the double and does nothing else: the cost of the double and of the runtime's messages, which the others"
+        " SGLang's engine. *Reference* serves it in the pattern of Dynamo's Python handlers. *Bare* pushes each chunk"
+        " of the double and does nothing else: the cost of the double and of the runtime's messages, which the others"
         " include. *Ratio* is Baton divided by reference: the median of the repeats' ratios, and their range.",
         "",
     ]
@@ -136,7 +136,7 @@ def write(results: Results, out: Path) -> None:
 
 
 def write_profile(out: Path) -> None:
-    """Load Baton's worker under cProfile and write the functions that cost the most."""
+    """Load Baton's worker under cProfile and write the most expensive functions."""
     with tempfile.TemporaryDirectory(prefix="baton-profile-") as folder:
         with running(OURS, Setup(PACED_MS, MODEL_DIR, profile_dir=Path(folder)), SYSTEMS) as system:
             measure(system, spec(system, 64, TOKENS, 6.0), "stream", 0)
@@ -151,12 +151,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.handlers", description=__doc__)
     parser.add_argument("--streams", type=comma_separated_counts, default=(1, 16, 64, 256), metavar="N,N")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=6.0, help="for how long a cell starts requests")
+    parser.add_argument("--seconds", type=float, default=6.0, help="how long a cell starts requests")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--profile", action="store_true", help="only profile Baton's worker")
     options = parser.parse_args(arguments)
     raise_descriptor_limit()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaving by exception stops what was started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit by exception, so that child processes are stopped
     try:
         if options.profile:
             write_profile(options.out)

@@ -1,7 +1,7 @@
 """The load generator: N keep-alive connections, each sending streamed chat requests back to back.
 
-It runs as a process of its own (`python -m bench.load '<LoadSpec as JSON>'`), prints the line `open`
-when every stream has had its first event, and ends by itself with one line that is a LoadResult.
+It runs in its own process (`python -m bench.load '<LoadSpec as JSON>'`), prints the line `open`
+when every stream has received its first event, and ends with one line that is a LoadResult.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from bench.stalled import CONNECT_TIMEOUT_S, StalledClient
 OPEN_LINE = "open"
 # Connecting in batches stays below the listen backlog of every system under test.
 CONNECT_BATCH = 64
-# Some servers accept one connection per turn of their loop; under load the last ones would wait for seconds,
-# and it is streams that are measured, not connecting.
+# Some servers accept one connection per event loop iteration; under load the last ones would wait for seconds.
+# Streams are measured, not connecting.
 ACCEPT_S = 0.3
 
 
@@ -35,17 +35,17 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     streams: int
     tokens: int
     requests: int
-    """How many requests a connection sends at most."""
+    """Maximum number of requests per connection."""
     start_limit_s: float
-    """No request is started after this long."""
+    """No request starts after this many seconds."""
     request_timeout_s: float
-    """Whatever is unfinished after this long is hung up and counted as a timeout."""
+    """A request that is unfinished after this many seconds is disconnected and counted as a timeout."""
     hold_s: float = 0.0
-    """When set, hang up this long after every stream is open instead of reading to the end."""
+    """When set, disconnect this many seconds after every stream is open instead of reading to the end."""
     stalled_tokens: int = 0
-    """When set, one more client asks for this many tokens and never reads them."""
+    """When set, one more client requests this many tokens and never reads them."""
     stall_lead_s: float = 0.0
-    """How long the load waits, at most, for the buffers between that client and its server to be full."""
+    """Maximum wait before the load until the buffers between that client and the server are full."""
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ def percentile(ordered: Sequence[float], fraction: float, leading_zeros: int = 0
 
 
 class Load:
-    """What all connections of one run share: the request, the limits and the tallies."""
+    """State shared by all connections of one run: the request, the limits and the counters."""
 
     def __init__(self, spec: LoadSpec) -> None:
         self.spec = spec
@@ -82,7 +82,7 @@ class Load:
         self.requests = self.tokens = self.events = 0
         self.ttfts = array("d")
         self.gaps = array("d")
-        # Events that came in the same read as the one before them: gaps of zero, counted and not stored.
+        # Events in the same read as the previous one: gaps of zero, counted and not stored.
         self.merged = 0
         self.durations = array("d")
         self.errors: Counter[str] = Counter()
@@ -125,7 +125,7 @@ class Load:
 
 
 class Connection(asyncio.Protocol):
-    """One client: the next request leaves as soon as the last byte of the previous answer is in."""
+    """One client: it sends the next request as soon as it has the last byte of the previous response."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -228,18 +228,18 @@ async def run_load(spec: LoadSpec) -> LoadResult:
         return await run_streams(Load(spec))
     client = StalledClient(spec.port, spec.stalled_tokens)
     try:
-        quiet = await client.wait_until_quiet(spec.stall_lead_s)
+        stable = await client.wait_until_stable(spec.stall_lead_s)
         result = await run_streams(Load(spec))
-        answer = client.read_at_last()
+        response = client.read_queued()
     finally:
         client.close()
-    streamed = answer.startswith(b"HTTP/1.1 200 ")
+    streamed = response.startswith(b"HTTP/1.1 200 ")
     return msgspec.structs.replace(
         result,
-        # An answer that had room to end in the buffers has held up nobody.
-        stalled_full=quiet and not answer.endswith(END_OF_BODY),
-        stalled_unread_bytes=len(answer),
-        errors=result.errors if streamed else result.errors | {f"stalled client: {answer[:16]!r}": 1},
+        # A response that fits into the buffers cannot delay other streams.
+        stalled_full=stable and not response.endswith(END_OF_BODY),
+        stalled_unread_bytes=len(response),
+        errors=result.errors if streamed else result.errors | {f"stalled client: {response[:16]!r}": 1},
     )
 
 

@@ -1,7 +1,7 @@
 """`python -m bench.path`: cost of the request path, for Baton and its peers in the same run.
 
-Every repeat starts each system afresh and takes the cells of the matrix in turn, one system after the
-other, so that what else happens on the machine touches all of them alike. Speed is reported, never judged.
+Every repeat starts each system again and measures each cell of the matrix on one system after the other,
+so that other load on the machine affects all of them alike. Speed is reported, never asserted.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Plan:
     idle_streams: int = 1024
     repeats: int = 3
     flat_s: float = 2.5
-    """For how long a flat-out cell goes on starting requests."""
+    """How long an unpaced cell starts requests."""
     peers_catch_up: bool = False
     model_dir: Path = Path(baton.__file__).parent / "engines" / "echo" / "model"
 
@@ -60,7 +60,7 @@ class Plan:
         return Setup(pace_ms, self.model_dir, self.peers_catch_up, profile_dir)
 
     def systems_at(self, pace_ms: float, repeat: int) -> list[str]:
-        """The systems in turn, each repeat beginning with another, so that none always goes first."""
+        """The systems in the order of this repeat: the first one alternates."""
         names = [name for name in self.systems if pace_ms == FLAT_OUT_MS or name not in FLAT_OUT_ONLY]
         start = repeat % max(1, len(names))
         return [*names[start:], *names[:start]]
@@ -70,7 +70,7 @@ QUICK = Plan(flat_streams=(1, 8), paced_streams=(8,), stall_streams=4, idle_stre
 
 
 def load_spec(plan: Plan, system: RunningSystem, streams: int, paced_requests: int = 1) -> LoadSpec:
-    """Unpaced, each connection sends what fits in a set time; paced, it sends a set number of requests."""
+    """Unpaced, each connection sends requests for a fixed time; paced, a fixed number of requests."""
     paced = system.pace_ms > 0
     return LoadSpec(
         port=system.port,
@@ -83,7 +83,7 @@ def load_spec(plan: Plan, system: RunningSystem, streams: int, paced_requests: i
 
 
 def run_plan(plan: Plan) -> Iterator[Cell]:
-    """Yield every cell as it is measured, so that a run cut short leaves what it has."""
+    """Yield every cell as it is measured, so that an interrupted run keeps its results so far."""
     for repeat in range(plan.repeats):
         with started(plan, FLAT_OUT_MS, repeat) as systems:
             yield from run_matrix(plan, systems, plan.flat_streams, repeat)
@@ -105,13 +105,13 @@ def run_matrix(
 ) -> Iterator[Cell]:
     for streams in stream_counts:
         for system in systems:
-            # A second request shows what a reused connection costs; with many streams it is not needed.
+            # A second request includes the cost of a reused connection; with many streams it is not needed.
             spec = load_spec(plan, system, streams, paced_requests=2 if streams < 64 else 1)
             yield measure(system, spec, "stream", repeat)
 
 
 def run_stall(plan: Plan, systems: Sequence[RunningSystem], repeat: int) -> Iterator[Cell]:
-    """Only unpaced: a paced server takes minutes to write what fills the buffers of a client."""
+    """Only unpaced: a paced server takes minutes to fill the buffers of a client."""
     for system in systems:
         spec = load_spec(plan, system, plan.stall_streams)
         yield measure(system, spec, "undisturbed", repeat)
@@ -120,7 +120,7 @@ def run_stall(plan: Plan, systems: Sequence[RunningSystem], repeat: int) -> Iter
 
 
 def run_idle(plan: Plan) -> Iterator[Cell]:
-    """Once per run: memory hardly varies, and every system has to be started for it."""
+    """Once per run: memory hardly varies, and every system must be started for it."""
     for name in plan.systems_at(IDLE_MS, 0):
         with running(name, plan.setup(IDLE_MS)) as system:
             spec = load_spec(plan, system, plan.idle_streams)
@@ -130,12 +130,12 @@ def run_idle(plan: Plan) -> Iterator[Cell]:
 def measure(system: RunningSystem, spec: LoadSpec, kind: Kind, repeat: int) -> Cell:
     rss_open: dict[str, int] = {}
 
-    def look_at_memory() -> None:
+    def sample_memory() -> None:
         time.sleep(spec.hold_s / 2)
         rss_open.update(system.usage().rss_bytes)
 
     before, busy_before, began = system.usage(), busy_core_s(), time.monotonic()
-    load = generate_load(spec, look_at_memory)
+    load = generate_load(spec, sample_memory)
     after, busy_s, wall_s = system.usage(), busy_core_s() - busy_before, time.monotonic() - began
     cpu_s = {role: after.cpu_s[role] - before.cpu_s[role] for role in after.cpu_s}
     foreign_s = busy_s - sum(cpu_s.values()) - load.cpu_s
@@ -157,11 +157,11 @@ def measure(system: RunningSystem, spec: LoadSpec, kind: Kind, repeat: int) -> C
 
 
 def generate_load(spec: LoadSpec, on_open: Callable[[], None]) -> LoadResult:
-    """Run the load generator to its end, calling `on_open` when all its streams are open."""
+    """Run the load generator to its end; call `on_open` when all its streams are open."""
     argv = [sys.executable, "-m", "bench.load", msgspec.json.encode(spec).decode()]
     last_line = ""
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        # The generator ends by its own deadline; this only ends one that is broken.
+        # The generator has its own timeout; this one ends a hung generator.
         guard = threading.Timer(2 * spec.request_timeout_s, process.kill)
         guard.start()
         try:
@@ -181,7 +181,7 @@ def generate_load(spec: LoadSpec, on_open: Callable[[], None]) -> LoadResult:
 
 
 def busy_core_s() -> float:
-    """Seconds all cores together have spent on anything but idling, since the machine started."""
+    """Busy seconds of all cores since the machine started."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
 
@@ -206,17 +206,17 @@ def write_results(results: Results, out: Path) -> None:
 
 
 def write_profile(plan: Plan, out: Path) -> None:
-    """Load Baton alone with its worker under cProfile and write the functions that cost the most."""
+    """Load Baton alone with its worker under cProfile and write the most expensive functions."""
     with tempfile.TemporaryDirectory(prefix="baton-profile-") as folder:
         with running("baton", plan.setup(FLAT_OUT_MS, Path(folder))) as system:
             measure(system, load_spec(plan, system, PROFILE_STREAMS), "stream", 0)
         files = [str(file) for file in sorted(Path(folder).iterdir())]
         if not files:
-            raise SystemFailed("the worker left no profile")
+            raise SystemFailed("the worker wrote no profile")
         out.mkdir(parents=True, exist_ok=True)
         text = io.StringIO()
         pstats.Stats(*files, stream=text).sort_stats("tottime").print_stats(PROFILE_LINES)
-        table = text.getvalue().partition("\n\n")[2]  # its first paragraph is where the file lay
+        table = text.getvalue().partition("\n\n")[2]  # the first paragraph is the path of the file
         (out / "path-profile.txt").write_text(re.sub(r"/\S*/(?=baton/|site-packages/|lib/python)", "", table))
 
 
@@ -246,7 +246,7 @@ def comma_separated_systems(text: str) -> tuple[str, ...]:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.path", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small matrix, to see that everything runs")
+    parser.add_argument("--quick", action="store_true", help="a small matrix, to check that everything runs")
     parser.add_argument("--streams", type=comma_separated_counts, metavar="N,N", help="concurrent streams")
     parser.add_argument("--repeats", type=int, help="how often each cell is measured")
     parser.add_argument("--systems", type=comma_separated_systems, metavar="A,B", help=", ".join(LAUNCHES))
@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     plan = parse_plan(options)
     raise_descriptor_limit()
-    # Leaving by exception stops what was started; the default action would leave it running.
+    # Exit by exception, so that child processes are stopped; the default action would leave them running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if options.profile:
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_and_write(plan: Plan, out: Path) -> int:
-    """Run the plan and write what was measured, also when it is cut short; 0 when every cell is valid."""
+    """Run the plan and write the results, also after an interrupt; return 0 if every cell is valid."""
     cells: list[Cell] = []
     source = source_digest()
     try:

@@ -10,12 +10,12 @@ import msgspec
 from bench.result_files import Cell, Kind, Results
 
 OURS = ("baton", "baton-eager")
-# Below this many streams, memory growth is the allocator's doing and says nothing about a stream.
-FEWEST_STREAMS_FOR_MEMORY = 64
+# With fewer streams, memory growth depends on the allocator and not on the streams.
+MIN_STREAMS_FOR_MEMORY = 64
 
-# A cell with more than this many cores busy elsewhere says more about the machine than about the system.
+# A cell is noisy if other processes kept more than this many cores busy.
 NOISY_CORES = 0.25
-CHANGED_SOURCE = "**The source changed during this run: what it says of Baton mixes versions. Run it again.**"
+CHANGED_SOURCE = "**The source changed during this run: the results of Baton mix versions. Run it again.**"
 
 Measure = Callable[[Cell], float | None]
 Rows = Iterable[Sequence[str]]
@@ -34,7 +34,7 @@ def tokens_per_event(cell: Cell) -> float:
 
 
 def cpu_us_per_token(*roles: str) -> Measure:
-    """CPU of these roles, or of the whole system when none is named; None when it has no such process."""
+    """CPU of these roles, or of all without arguments; None if the system has no such process."""
 
     def measure(cell: Cell) -> float | None:
         spent = [cpu_s for role, cpu_s in cell.cpu_s.items() if not roles or role in roles]
@@ -53,14 +53,14 @@ def load_cpu_us_per_token(cell: Cell) -> float:
 
 def kib_per_stream(*roles: str) -> Measure:
     def measure(cell: Cell) -> float | None:
-        grown = [
+        growth = [
             size - cell.rss_start_bytes[role]
             for role, size in cell.rss_open_bytes.items()
             if not roles or role in roles
         ]
-        if not grown or (cell.streams < FEWEST_STREAMS_FOR_MEMORY and cell.kind != "idle"):
+        if not growth or (cell.streams < MIN_STREAMS_FOR_MEMORY and cell.kind != "idle"):
             return None
-        return sum(grown) / cell.streams / 1024
+        return sum(growth) / cell.streams / 1024
 
     return measure
 
@@ -151,7 +151,7 @@ def pace_name(pace_ms: float) -> str:
 
 
 def cell_rows(cells: Sequence[Cell], measures: dict[str, Measure]) -> Rows:
-    for streams in sorted({cell.streams for cell in cells}):
+    for streams in stream_counts(cells):
         for system in systems_of(cells):
             repeats = [cell for cell in cells if (cell.streams, cell.system) == (streams, system)]
             yield [f"{streams:,}", system, *(summary(repeats, measure) for measure in measures.values())]
@@ -159,19 +159,23 @@ def cell_rows(cells: Sequence[Cell], measures: dict[str, Measure]) -> Rows:
 
 def ratio_table(cells: Sequence[Cell]) -> str:
     """Baton's median over each peer's, per measure; empty when Baton or every peer is missing."""
-    present = systems_of(cells)
-    peers = [name for name in present if name not in OURS]
-    ours = [name for name in present if name in OURS]
-    if not peers or not ours:
+    systems = systems_of(cells)
+    peers = [name for name in systems if name not in OURS]
+    if not peers or len(peers) == len(systems):
         return ""
-    pairs = [(name, measure, peer) for name, measure in RATIO_MEASURES.items() for peer in peers]
-    rows = []
-    for streams in sorted({cell.streams for cell in cells}):
-        here = [cell for cell in cells if cell.streams == streams]
-        for name in ours:
-            found = [ratio(here, measure, name, peer) for _, measure, peer in pairs]
-            rows.append([f"{streams:,}", name, *found])
-    return table(["streams", "system", *(f"{name} / {peer}" for name, _, peer in pairs)], rows)
+    columns = [f"{name} / {peer}" for name in RATIO_MEASURES for peer in peers]
+    return table(["streams", "system", *columns], ratio_rows(cells, peers))
+
+
+def ratio_rows(cells: Sequence[Cell], peers: Sequence[str]) -> Rows:
+    for streams in stream_counts(cells):
+        same_load = [cell for cell in cells if cell.streams == streams]
+        for name in systems_of(cells):
+            if name in OURS:
+                ratios = [
+                    ratio(same_load, measure, name, peer) for measure in RATIO_MEASURES.values() for peer in peers
+                ]
+                yield [f"{streams:,}", name, *ratios]
 
 
 def ratio(cells: Sequence[Cell], measure: Measure, name: str, peer: str) -> str:
@@ -183,23 +187,30 @@ def ratio(cells: Sequence[Cell], measure: Measure, name: str, peer: str) -> str:
 
 
 def stall_section(cells: Sequence[Cell]) -> list[str]:
-    """Each measure without and with the stalled client; only full buffers can hold anybody up."""
+    """Each measure without and with the stalled client. Only full buffers can delay the other streams."""
     chosen = [cell for cell in cells if cell.kind in STALL_KINDS]
     if not chosen:
         return []
     header = ["streams", "system", *(f"{name}, {kind}" for name in STALL_MEASURES for kind in STALL_KINDS)]
-    rows = []
-    for streams, system in sorted({(cell.streams, cell.system) for cell in chosen}):
-        here = [cell for cell in chosen if (cell.streams, cell.system) == (streams, system)]
-        by_kind = [[cell for cell in here if cell.kind == kind] for kind in STALL_KINDS]
-        found = [summary(group, measure) for measure in STALL_MEASURES.values() for group in by_kind]
-        full = sum(cell.load.stalled_full for cell in by_kind[1])
-        unread = summary(by_kind[1], lambda cell: cell.load.stalled_unread_bytes / 1024)
-        rows.append([f"{streams:,}", system, *found, f"{full} of {len(by_kind[1])}", unread])
+    groups = sorted({(cell.streams, cell.system) for cell in chosen})
     return [
         "## One more client that never reads, unpaced",
-        table([*header, "runs with its buffers full", "unread KiB"], rows),
+        table(
+            [*header, "runs with its buffers full", "unread KiB"],
+            [stall_row(chosen, streams, system) for streams, system in groups],
+        ),
     ]
+
+
+def stall_row(cells: Sequence[Cell], streams: int, system: str) -> list[str]:
+    undisturbed, stalled = (
+        [cell for cell in cells if (cell.streams, cell.system, cell.kind) == (streams, system, kind)]
+        for kind in STALL_KINDS
+    )
+    measured = [summary(group, measure) for measure in STALL_MEASURES.values() for group in (undisturbed, stalled)]
+    full = sum(cell.load.stalled_full for cell in stalled)
+    unread = summary(stalled, lambda cell: cell.load.stalled_unread_bytes / 1024)
+    return [f"{streams:,}", system, *measured, f"{full} of {len(stalled)}", unread]
 
 
 def idle_section(cells: Sequence[Cell]) -> list[str]:
@@ -215,11 +226,15 @@ def idle_section(cells: Sequence[Cell]) -> list[str]:
 def noise(cells: Sequence[Cell]) -> str:
     invalid = sum(not cell.valid for cell in cells)
     noisy = sum(cell.foreign_cores > NOISY_CORES for cell in cells)
-    most = max(cell.foreign_cores for cell in cells)
+    highest = max(cell.foreign_cores for cell in cells)
     return (
         f"{len(cells)} cells, {invalid} invalid (an error, or tokens missing), {noisy} noisy (other work kept more "
-        f"than {NOISY_CORES} cores busy meanwhile; {most:.2f} at the most)."
+        f"than {NOISY_CORES} cores busy meanwhile; {highest:.2f} at the most)."
     )
+
+
+def stream_counts(cells: Sequence[Cell]) -> list[int]:
+    return sorted({cell.streams for cell in cells})
 
 
 def systems_of(cells: Sequence[Cell]) -> list[str]:
@@ -232,7 +247,7 @@ def values(cells: Sequence[Cell], measure: Measure) -> list[float]:
 
 
 def summary(cells: Sequence[Cell], measure: Measure) -> str:
-    """Median and spread over the valid repeats, and how many were not valid."""
+    """Median and spread of the valid repeats, and the number of invalid ones."""
     found = values(cells, measure)
     invalid = sum(not cell.valid for cell in cells)
     parts = []
@@ -246,8 +261,10 @@ def summary(cells: Sequence[Cell], measure: Measure) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that matter, thousands apart."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    """Format with three significant digits and a separator for thousands."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def table(header: Sequence[str], rows: Rows) -> str:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the facts of the machine and one record per measured cell."""
+"""The results of a run: a description of the machine and one record per measured cell."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement of one system.
 
     `stream` cells are the matrix. `undisturbed` and `stalled` are the same load without and with one more
-    client that never reads. `idle` holds slow streams open and only looks at memory.
+    client that never reads. `idle` keeps slow streams open and measures memory only.
     """
 
     kind: Kind
@@ -44,11 +44,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadResult
     cpu_s: dict[str, float]
     rss_start_bytes: dict[str, int]
-    """Resident memory when the system had answered one request."""
+    """Resident memory after the first request."""
     rss_open_bytes: dict[str, int]
     """Resident memory while every stream of this cell was open."""
     foreign_cores: float
-    """Cores kept busy meanwhile by anything but this system and the load: how quiet the machine was."""
+    """Cores kept busy by processes other than this system and the load generator."""
 
     @property
     def valid(self) -> bool:
@@ -72,9 +72,9 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     commit: str
     command: str
     peers_catch_up: bool
-    """Whether paced peers made up for late tokens, as Baton's echo engine does."""
+    """Whether paced peers caught up after late tokens, as Baton's echo engine does."""
     source_changed: bool
-    """Whether Baton's files at the end were not those of the start; every cell starts some of them anew."""
+    """Whether Baton's source files changed during the run, in which processes are started repeatedly."""
     machine: Machine
     cells: list[Cell]
 
@@ -127,7 +127,7 @@ def package_version(name: str) -> str:
 
 
 def git_commit() -> str:
-    """The commit this file is run from, with `+changes` when the tree differs from it; '' outside git."""
+    """The commit of the working tree, with `+changes` if files differ from it; '' outside git."""
     here = Path(__file__).parent
     try:
         return subprocess.run(

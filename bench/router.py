@@ -1,8 +1,8 @@
-"""`python -m bench.router`: what a global router adds, in Baton and in the reference's way.
+"""`python -m bench.router`: what a global router adds, in Baton and in the reference's pattern.
 
 A client calls one worker: directly, through Baton's router with few and with many pools in its plan, and through a
-router written in the reference's way. The worker stamps every chunk with the time, so its age at the client is how long
-it was on the way. Every repeat starts all processes afresh and takes the systems in turn.
+router written in the reference's pattern. The worker stamps every chunk with the time, so its age at the client is its
+latency. Every repeat starts new processes and alternates between the systems.
 """
 
 import argparse
@@ -44,8 +44,9 @@ from bench.load import percentile, raise_descriptor_limit
 from bench.path import PROFILE_LINES, busy_core_s
 from bench.peers.stamping_worker import stamped_request
 from bench.result_files import describe_machine, git_commit, source_digest
+from bench.router_deployment import MAX_PROMPT_TOKENS, Deployment, System
 from bench.router_report import (
-    CROWD,
+    MANY_STREAMS,
     OURS,
     PACE_MS,
     SYSTEMS,
@@ -57,19 +58,18 @@ from bench.router_report import (
     Selection,
     to_markdown,
 )
-from bench.router_site import LONGEST, Site, System
 from bench.systems import SystemFailed, stop
 
 SELECTION_POOLS = (4, 16, 64)
-START_S = 60.0
-PATIENCE_S = 60.0
+START_TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0
 OPEN_STREAMS, OPEN_PACE_MS, OPEN_BATCH, OPEN_S = 1000, 1000.0, 50, 2.0
 WARM_UP_S = 0.5
 RAMP_S = 1.0
 
 
 class Times(NamedTuple):
-    """What a load has seen: requests and chunks, and how long each of what it times took."""
+    """Counts of requests and chunks, and every latency that the load measured."""
 
     requests: int
     chunks: int
@@ -77,43 +77,43 @@ class Times(NamedTuple):
 
 
 @asynccontextmanager
-async def running(site: Site, names: Sequence[str], runtime: Runtime) -> AsyncIterator[dict[str, System]]:
-    """Start a site, yield its systems once each has answered, stop it, and wait until nobody finds it any more."""
+async def running(deployment: Deployment, names: Sequence[str], runtime: Runtime) -> AsyncIterator[dict[str, System]]:
+    """Start a deployment, yield its systems once each is ready, stop it, and wait until discovery lists none of it."""
     systems: dict[str, System] = {}
     try:
-        routers = site.start(names)
+        routers = deployment.start(names)
         for name in names:
-            client = await runtime.client(site.path(name))
-            await answered(client, site)
+            client = await runtime.client(deployment.path(name))
+            await wait_until_ready(client, deployment)
             systems[name] = System(name, client, routers.get(name))
         yield systems
     finally:
-        await asyncio.to_thread(stop, site.processes)
-    await eventually(lambda: not any(system.client.instances() for system in systems.values()), START_S, 0.05)
+        await asyncio.to_thread(stop, deployment.processes)
+    await eventually(lambda: not any(system.client.instances() for system in systems.values()), START_TIMEOUT_S, 0.05)
 
 
-async def answered(client: Client, site: Site) -> None:
-    """Return once the way behind `client` has answered; raise SystemFailed otherwise."""
-    give_up = time.monotonic() + START_S
+async def wait_until_ready(client: Client, deployment: Deployment) -> None:
+    """Return once a request through `client` has succeeded. Raises SystemFailed."""
+    deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
             await client.ready(1.0)
             await read(client, stamped_request(2, 0.0), array("q"))
             return
         except BatonError as error:
-            if time.monotonic() > give_up or any(process.poll() is not None for process in site.processes):
-                raise SystemFailed(f"no answer: {error.message}\n{site.problem()}") from error
+            if time.monotonic() > deadline or any(process.poll() is not None for process in deployment.processes):
+                raise SystemFailed(f"no response: {error.message}\n{deployment.log_tail()}") from error
         await asyncio.sleep(0.1)
 
 
 async def read(client: Client, request: Wire, ages: "array[int]", opened: Callable[[], None] | None = None) -> int:
-    """Read a whole answer, noting how old every chunk is; return how many there were."""
+    """Read a whole stream, record the age of every chunk and return the number of chunks."""
     number = 0
     async with aclosing(client.call(request)) as replies:
         async for reply in replies:
             ages.append(time.monotonic_ns() - reply["t"])  # type: ignore[operator]
             if reply["token_ids"] != [number]:
-                raise SystemFailed(f"token {number} came as {reply['token_ids']}")
+                raise SystemFailed(f"token {number} arrived as {reply['token_ids']}")
             if number == 0 and opened is not None:
                 opened()
             number += 1
@@ -121,34 +121,34 @@ async def read(client: Client, request: Wire, ages: "array[int]", opened: Callab
 
 
 async def paced(client: Client, streams: int, seconds: float) -> Times:
-    """Streams at the pace of a decoding batch. They begin in turn, so that requests and chunks do not come in heaps."""
+    """Streams at the pace of a decoding batch. Staggered starts keep requests and chunks from arriving in bursts."""
     ages, tokens = array("q"), max(2, round(1000 * seconds / PACE_MS))
 
     async def stream(number: int) -> None:
         await asyncio.sleep(number * RAMP_S / streams)
-        if (got := await read(client, stamped_request(tokens, PACE_MS), ages)) != tokens:
-            raise SystemFailed(f"{got} chunks came instead of {tokens}")
+        if (received := await read(client, stamped_request(tokens, PACE_MS), ages)) != tokens:
+            raise SystemFailed(f"received {received} chunks instead of {tokens}")
 
-    await all_of(stream(number) for number in range(streams))
+    await run_all(stream(number) for number in range(streams))
     return Times(streams, len(ages), ages)
 
 
 async def one_token(client: Client, streams: int, seconds: float) -> Times:
-    """Requests of one token, each as soon as the one before has ended."""
+    """Requests of one token, each sent as soon as the previous one has ended."""
     times, end = array("q"), time.monotonic() + seconds
 
     async def caller() -> None:
         while time.monotonic() < end:
             began = time.monotonic_ns()
             if await read(client, stamped_request(1, 0.0), array("q")) != 1:
-                raise SystemFailed("a request of one token has not got one")
+                raise SystemFailed("a request of one token received none")
             times.append(time.monotonic_ns() - began)
 
-    await all_of(caller() for _ in range(streams))
+    await run_all(caller() for _ in range(streams))
     return Times(len(times), len(times), times)
 
 
-async def all_of(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             for coroutine in coroutines:
@@ -163,14 +163,16 @@ LOADS: Mapping[Kind, Callable[[Client, int, float], Coroutine[Any, Any, Times]]]
 }
 
 
-async def measure(site: Site, system: System, kind: Kind, streams: int, seconds: float, repeat: int) -> Cell:
-    async with asyncio.timeout(seconds + PATIENCE_S):
+async def measure(
+    deployment: Deployment, system: System, kind: Kind, streams: int, seconds: float, repeat: int
+) -> Cell:
+    async with asyncio.timeout(seconds + TIMEOUT_S):
         await LOADS[kind](system.client, streams, WARM_UP_S)
         gc.collect()
-        busy, ours, router, began = busy_core_s(), site.cpu_s(), system.cpu_s(), time.monotonic()
+        busy, ours, router, began = busy_core_s(), deployment.cpu_s(), system.cpu_s(), time.monotonic()
         times = await LOADS[kind](system.client, streams, seconds)
         wall_s = time.monotonic() - began
-        router_s, foreign_s = system.cpu_s() - router, busy_core_s() - busy - (site.cpu_s() - ours)
+        router_s, foreign_s = system.cpu_s() - router, busy_core_s() - busy - (deployment.cpu_s() - ours)
     ordered = sorted(times.nanoseconds)
     cell = Cell(
         kind=kind,
@@ -186,7 +188,7 @@ async def measure(site: Site, system: System, kind: Kind, streams: int, seconds:
         foreign_cores=max(0.0, foreign_s / wall_s),
     )
     each = 1e6 * router_s / (times.chunks if kind == "paced" else times.requests)
-    say(
+    print_line(
         f"{kind:9} {system.name:10} {streams:3}  p50 {cell.p50_us:7.0f} us  p99 {cell.p99_us:7.0f} us  "
         f"{times.chunks / wall_s:7.0f} chunks/s  router {each:5.0f} us each  others {cell.foreign_cores:.1f} cores"
     )
@@ -194,12 +196,12 @@ async def measure(site: Site, system: System, kind: Kind, streams: int, seconds:
 
 
 async def measure_memory(system: System, repeat: int) -> Memory:
-    """Open streams that hardly do anything, and look at the router's memory."""
+    """Read the router's memory while many nearly idle streams are open."""
     before, opened = system.resident_bytes(), asyncio.Semaphore(0)
-    request = stamped_request(round(1000 * PATIENCE_S / OPEN_PACE_MS), OPEN_PACE_MS)
+    request = stamped_request(round(1000 * TIMEOUT_S / OPEN_PACE_MS), OPEN_PACE_MS)
     tasks: list[asyncio.Task[int]] = []
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             for _ in range(OPEN_STREAMS // OPEN_BATCH):
                 tasks += [
                     asyncio.create_task(read(system.client, request, array("q"), opened.release))
@@ -214,14 +216,14 @@ async def measure_memory(system: System, repeat: int) -> Memory:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     each = (after - before) / OPEN_STREAMS
-    say(f"memory    {system.name:10} {OPEN_STREAMS} open: {before >> 20} MiB and {each / 1024:.1f} KiB a stream")
+    print_line(f"memory    {system.name:10} {OPEN_STREAMS} open: {before >> 20} MiB and {each / 1024:.1f} KiB a stream")
     return Memory(system=system.name, repeat=repeat, streams=OPEN_STREAMS, before_bytes=before, open_bytes=after)
 
 
 def measure_selection(pools: int, repeat: int, calls: int = 20_000) -> Selection:
-    """Time the choice alone: every pool has a worker, and any pool may be tried after any other."""
+    """Time pool selection alone: every pool has a worker, and a retry may use any other pool."""
     router = selection_router(pools)
-    view = view_request(stamped_request(1, 0.0, prompt=LONGEST // 2))
+    view = view_request(stamped_request(1, 0.0, prompt=MAX_PROMPT_TOKENS // 2))
 
     def choose_pool() -> None:
         select_pool(router.role_plan, view.point, view.priority)
@@ -234,12 +236,12 @@ def measure_selection(pools: int, repeat: int, calls: int = 20_000) -> Selection
 
 
 def nanoseconds(call: Callable[[], None], calls: int) -> float:
-    """Return how long a call takes: the best of some rounds, for it is the program's own time that is asked for."""
+    """Return the time of one call: the best of five rounds, which excludes most noise."""
     return 1e9 * min(Timer(call).repeat(5, calls)) / calls
 
 
 def selection_router(pools: int) -> RoleRouter:
-    axes = (Axis("length", 0, LONGEST, pools), Axis("ttft_ms", 0, 1000, 4))
+    axes = (Axis("length", 0, MAX_PROMPT_TOKENS, pools), Axis("ttft_ms", 0, 1000, 4))
     plan = Plan(
         mode=Aggregated(
             RolePlan(
@@ -249,12 +251,12 @@ def selection_router(pools: int) -> RoleRouter:
         ),
         retry=Retry(faster=True, others=True),
     )
-    states = [PoolState(pool, Staffed(), time.monotonic) for pool in plan.roles["aggregated"].pools]
+    states = [PoolState(pool, OneWorkerClient(), time.monotonic) for pool in plan.roles["aggregated"].pools]
     return RoleRouter("aggregated", plan, states)
 
 
-class Staffed:
-    """A Client (see `ports/runtime.py`) of a pool that has a worker; nobody calls it."""
+class OneWorkerClient:
+    """A Client (see `ports/runtime.py`) of a pool with one worker. It is never called."""
 
     def instances(self) -> list[int]:
         return [1]
@@ -269,40 +271,40 @@ class Staffed:
 
 
 async def run(results: RouterResults, runtime: Runtime, work_dir: Path, repeats: int, seconds: float) -> None:
-    """Fill `results`. What is measured of memory has routers of its own; the systems take turns at going first."""
+    """Fill `results`. Memory is measured on separate routers; the first system alternates between repeats."""
     for repeat in range(repeats):
         results.selections += [measure_selection(pools, repeat) for pools in SELECTION_POOLS]
-        async with running(Site(work_dir), (OURS, THEIRS), runtime) as systems:
+        async with running(Deployment(work_dir), (OURS, THEIRS), runtime) as systems:
             for name in (OURS, THEIRS) if repeat % 2 == 0 else (THEIRS, OURS):
                 results.memories.append(await measure_memory(systems[name], repeat))
-        site = Site(work_dir)
-        async with running(site, SYSTEMS, runtime) as systems:
+        deployment = Deployment(work_dir)
+        async with running(deployment, SYSTEMS, runtime) as systems:
             first = repeat % len(SYSTEMS)
             for kind in LOADS:
-                for streams in (1, CROWD):
+                for streams in (1, MANY_STREAMS):
                     for name in (*SYSTEMS[first:], *SYSTEMS[:first]):
-                        results.cells.append(await measure(site, systems[name], kind, streams, seconds, repeat))
+                        results.cells.append(await measure(deployment, systems[name], kind, streams, seconds, repeat))
 
 
 async def run_profiled(runtime: Runtime, work_dir: Path, seconds: float) -> str:
-    """Load Baton's router under cProfile; return the functions that cost the most."""
+    """Load Baton's router under cProfile; return the most expensive functions."""
     profiles = work_dir / "profiles"
     profiles.mkdir()
-    site = Site(work_dir, profiles)
-    async with running(site, (OURS,), runtime) as systems:
-        await measure(site, systems[OURS], "paced", CROWD, seconds, 0)
+    deployment = Deployment(work_dir, profiles)
+    async with running(deployment, (OURS,), runtime) as systems:
+        await measure(deployment, systems[OURS], "paced", MANY_STREAMS, seconds, 0)
     files = [str(file) for file in profiles.iterdir()]
     if not files:
-        raise SystemFailed(f"the router left no profile\n{site.problem()}")
+        raise SystemFailed(f"the router wrote no profile\n{deployment.log_tail()}")
     text = io.StringIO()
     pstats.Stats(*files, stream=text).sort_stats("tottime").print_stats(PROFILE_LINES)
-    table = text.getvalue().partition("\n\n")[2]  # its first paragraph is where the file lay
+    table = text.getvalue().partition("\n\n")[2]  # the first paragraph is the path of the file
     return re.sub(r"/\S*/(?=baton/|site-packages/|lib/python)", "", table)
 
 
 @asynccontextmanager
 async def client_runtime(work_dir: Path) -> AsyncIterator[Runtime]:
-    """The runtime of this process. What it reads while it is imported is set before."""
+    """The runtime of this process. It reads its environment on import, so that is set first."""
     options = RuntimeOptions(directory=str(work_dir / "discovery"))
     os.environ.update(environment(options))
     from baton.runtimes.dynamo.runtime import DynamoRuntime
@@ -338,8 +340,8 @@ async def bench(options: argparse.Namespace, work_dir: Path) -> None:
 
 
 @contextmanager
-def errors_to(file: Path) -> Iterator[None]:
-    """Send what this process writes to its standard error to `file`: the runtime has a line for every call."""
+def stderr_to(file: Path) -> Iterator[None]:
+    """Redirect the standard error of this process to `file`: the runtime logs a line for every call."""
     saved = os.dup(2)
     with file.open("ab") as log:
         os.dup2(log.fileno(), 2)
@@ -350,7 +352,7 @@ def errors_to(file: Path) -> Iterator[None]:
         os.close(saved)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     print(line, flush=True)
 
 
@@ -363,10 +365,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     raise_descriptor_limit()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaving by exception stops what was started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit by exception, so that child processes are stopped
     work_dir = Path(tempfile.mkdtemp(prefix="baton-bench-router-"))
     try:
-        with errors_to(work_dir / "own-log"):
+        with stderr_to(work_dir / "own-log"):
             uvloop.run(bench(options, work_dir))
     except (BatonError, SystemFailed, TimeoutError) as failure:
         print(str(failure) or repr(failure), file=sys.stderr)

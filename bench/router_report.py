@@ -1,4 +1,4 @@
-"""What a run of `bench.router` leaves behind: its records, and the page made of them."""
+"""The results of `bench.router`: their records, and the report as markdown."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
@@ -10,16 +10,16 @@ from bench.result_files import Machine
 
 DIRECT, OURS, MANY, THEIRS = "direct", "baton", "baton-many", "reference"
 SYSTEMS = (DIRECT, OURS, THEIRS, MANY)
-# File discovery takes two inotify instances for each pool, and Linux gives a user 128 unless told otherwise.
+# File discovery takes two inotify instances for each pool, and Linux allows a user 128 by default.
 POOLS = {OURS: 4, THEIRS: 4, MANY: 32}
 TITLES = {
     DIRECT: "no router",
     OURS: f"Baton, {POOLS[OURS]} pools",
-    THEIRS: f"Dynamo's way, {POOLS[THEIRS]} pools",
+    THEIRS: f"Dynamo's pattern, {POOLS[THEIRS]} pools",
     MANY: f"Baton, {POOLS[MANY]} pools",
 }
 PACE_MS = 20.0
-CROWD = 64
+MANY_STREAMS = 64
 
 Kind = Literal["paced", "one-token"]
 
@@ -27,8 +27,8 @@ Kind = Literal["paced", "one-token"]
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One load on one system.
 
-    Of `paced` streams the times are the ages of their chunks when they arrive; of `one-token` requests they are those
-    of whole requests.
+    The latencies of `paced` streams are the ages of their chunks at the client; those of `one-token` requests are the
+    durations of whole requests.
     """
 
     kind: Kind
@@ -41,13 +41,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     p50_us: float
     p99_us: float
     router_cpu_s: float
-    """0 where there is no router."""
+    """0 without a router."""
     foreign_cores: float
-    """Cores kept busy meanwhile by anything but this benchmark: how quiet the machine was."""
+    """Cores kept busy by other processes during the measurement."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Resident bytes of a router that has just started, and of the same one with all `streams` open."""
+    """Resident bytes of a router after its start, and with all `streams` open."""
 
     system: str
     repeat: int
@@ -57,7 +57,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """Nanoseconds for choosing by the grid alone, and for choosing as a router does, retries in mind."""
+    """Nanoseconds to select a pool by the grid alone, and to select the first pool of a route with retries."""
 
     pools: int
     repeat: int
@@ -71,14 +71,14 @@ class RouterResults(msgspec.Struct, kw_only=True):
     command: str
     machine: Machine
     source_changed: bool = False
-    """Whether Baton's files at the end were not those of the start."""
+    """Whether Baton's source files changed during the run."""
     selections: list[Selection] = []
     memories: list[Memory] = []
     cells: list[Cell] = []
 
 
 def to_markdown(results: RouterResults) -> str:
-    """Return the page."""
+    """Return the report."""
     return "\n".join(
         [*_head(results), *_selections(results), *_chunks(results), *_requests(results), *_memory(results)]
     )
@@ -90,9 +90,9 @@ def _head(results: RouterResults) -> Iterator[str]:
     yield ""
     yield f"`{results.command}`, {results.date[:10]}, {results.machine.cores} cores, {results.machine.cpu}."
     yield (
-        "A client, one worker and the router between them, each in its own process on the same cores. *Dynamo's way* is"
-        " a router that forwards as Dynamo's does. Median and range over the repeats; differences are taken within a"
-        " repeat. Other programs kept"
+        "A client, one worker and the router between them, each in its own process on the same cores. *Dynamo's"
+        " pattern* is a router that forwards as Dynamo's does. Median and range over the repeats; differences are taken"
+        " within a repeat. Other programs kept"
         f" {median(foreign):.1f} cores busy (at most {max(foreign):.1f})."
     )
     yield ""
@@ -117,7 +117,7 @@ def _selections(results: RouterResults) -> Iterator[str]:
 
 
 def _chunks(results: RouterResults) -> Iterator[str]:
-    for streams in (1, CROWD):
+    for streams in (1, MANY_STREAMS):
         cells = [cell for cell in results.cells if cell.kind == "paced" and cell.streams == streams]
         yield f"## Age of a chunk at the client, microseconds: {_streams(streams)}, a token every {PACE_MS:g} ms"
         yield ""
@@ -133,21 +133,23 @@ def _requests(results: RouterResults) -> Iterator[str]:
     yield "| | p50 | p99 | p50 more than without | p99 more than without | router CPU a request |"
     yield "|---|---|---|---|---|---|"
     yield from _latencies([cell for cell in cells if cell.streams == 1], lambda cell: cell.requests)
-    crowd = [cell for cell in cells if cell.streams == CROWD]
-    yield f"## Requests of one token, {CROWD} at a time"
+    yield from _throughput([cell for cell in cells if cell.streams == MANY_STREAMS])
+
+
+def _throughput(cells: Sequence[Cell]) -> Iterator[str]:
+    yield f"## Requests of one token, {MANY_STREAMS} at a time"
     yield ""
     yield "| | a second | of those without | router CPU a request, microseconds |"
     yield "|---|---|---|---|"
+    direct = by_repeat(cells, DIRECT, _rate)
     for system in SYSTEMS:
-        rates = by_repeat(crowd, system, lambda cell: cell.requests / cell.seconds)
-        shares = [rate / base for rate, base in paired(rates, by_repeat(crowd, DIRECT, _rate))]
-        cpu = by_repeat(crowd, system, lambda cell: 1e6 * cell.router_cpu_s / cell.requests).values()
-        yield _row(
-            TITLES[system],
-            spread(rates.values(), ",.0f"),
-            "" if system == DIRECT else spread(shares, ".2f"),
-            "" if system == DIRECT else spread(cpu, ".0f"),
-        )
+        rates = by_repeat(cells, system, _rate)
+        compared = ["", ""]
+        if system != DIRECT:
+            cpu_us = by_repeat(cells, system, lambda cell: 1e6 * cell.router_cpu_s / cell.requests)
+            shares = [rate / base for rate, base in paired(rates, direct)]
+            compared = [spread(shares, ".2f"), spread(cpu_us.values(), ".0f")]
+        yield _row(TITLES[system], spread(rates.values(), ",.0f"), *compared)
     yield ""
 
 
@@ -184,12 +186,12 @@ def _latencies(cells: Sequence[Cell], count: Callable[[Cell], int]) -> Iterator[
 
 
 def by_repeat(cells: Sequence[Cell], system: str, value: Callable[[Cell], float]) -> dict[int, float]:
-    """Return a figure of a system in every repeat that has it."""
+    """Return a value of a system for every repeat that has it."""
     return {cell.repeat: value(cell) for cell in cells if cell.system == system}
 
 
 def paired(ours: dict[int, float], base: dict[int, float]) -> list[tuple[float, float]]:
-    """Return the figures of two systems that belong to one repeat."""
+    """Return the values of two systems that are from the same repeat."""
     return [(ours[repeat], base[repeat]) for repeat in sorted(ours.keys() & base.keys())]
 
 
@@ -214,7 +216,7 @@ def _rate(cell: Cell) -> float:
 
 
 def _streams(count: int) -> str:
-    return "1 stream" if count == 1 else f"{count} streams, begun in turn"
+    return "1 stream" if count == 1 else f"{count} streams, staggered"
 
 
 def _row(*columns: str) -> str:

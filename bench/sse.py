@@ -1,6 +1,6 @@
 """Counts the content events of a streamed chat completion in raw socket reads, without parsing them.
 
-The load generator shares two cores with what it measures, so a read costs it one scan. The scan relies on
+The load generator shares two cores with the measured systems, so it scans each read only once. The scan relies on
 compact JSON (`"content":"` with no space), which every system under test writes.
 """
 
@@ -11,14 +11,14 @@ CONTENT = b'"content":"'
 END_OF_BODY = b"\r\n0\r\n\r\n"
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
-# A marker cut in two by a read is found by looking again at one byte less than the longest marker.
+# Each scan starts one byte less than the longest marker before the read, to find a marker split between two reads.
 OVERLAP = max(len(CONTENT), len(END_OF_BODY)) - 1
-# The usage event, `[DONE]` and the end of the body may each arrive in a read of their own.
+# The usage event, `[DONE]` and the end of the body may each arrive in a separate read.
 READS_KEPT = 6
 
 
 class ResponseScanner:
-    """One HTTP/1.1 chunked response, fed read by read; `complete` turns true with its last byte."""
+    """One HTTP/1.1 chunked response, fed read by read; `complete` is true after its last byte."""
 
     __slots__ = ("_recent", "_tail", "complete", "events", "status")
 
@@ -30,7 +30,7 @@ class ResponseScanner:
         self._recent: deque[bytes] = deque(maxlen=READS_KEPT)
 
     def feed(self, data: bytes) -> int:
-        """Take one read and return how many content events it completed the marker of."""
+        """Scan one read and return the number of content events whose marker it completes."""
         window = self._tail + data
         if not self.status:
             match = STATUS.match(window)
@@ -47,6 +47,6 @@ class ResponseScanner:
         return new
 
     def completion_tokens(self) -> int | None:
-        """The token count the server reports in its usage event, or None when it sent none."""
+        """The token count of the server's usage event, or None without one."""
         match = COMPLETION_TOKENS.search(b"".join(self._recent))
         return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""Starts and stops the systems under test, each as processes of its own, and reads what they consume."""
+"""Starts and stops the processes of the systems under test and reads their CPU time and memory."""
 
 import http.client
 import json
@@ -36,12 +36,12 @@ LOOPBACK_RUNTIME = {
 
 
 class SystemFailed(Exception):
-    """A system under test did not start or did not answer as it must."""
+    """A system under test did not start or returned a wrong response."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a system is to run."""
+    """The configuration of a system."""
 
     pace_ms: float
     model_dir: Path
@@ -51,7 +51,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Site:
-    """Where one system runs."""
+    """The port and the working directory of one system."""
 
     port: int
     work_dir: Path
@@ -59,7 +59,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Launch:
-    """One program to start: a module with its arguments, and what it finds in its environment."""
+    """One program to start: a module with its arguments, and its environment variables."""
 
     argv: Sequence[str]
     env: dict[str, str]
@@ -79,7 +79,7 @@ def baton_launches(setup: Setup, site: Site) -> list[Launch]:
 
 
 def eager_baton_launches(setup: Setup, site: Site) -> list[Launch]:
-    """Baton made to send every token in an event of its own, as the peers do: no merging by time or by burst."""
+    """Baton with one event per token, like the peers: no merging by time or by burst."""
     eager = {"BATON_FLUSH_INTERVAL_MS": "0", "BATON_ECHO_BURST": "1"}
     return [Launch(launch.argv, launch.env | eager) for launch in baton_launches(setup, site)]
 
@@ -106,28 +106,28 @@ LAUNCHES: dict[str, Callable[[Setup, Site], list[Launch]]] = {
     "fastapi": fastapi_launches,
     "baton-eager": eager_baton_launches,
 }
-# At a pace slower than Baton's shortest time between chunks the two are the same.
+# At a pace slower than Baton's flush interval the two are the same.
 FLAT_OUT_ONLY = {"baton-eager"}
 
 
 def role_of(argv: Sequence[str]) -> str:
-    """Which part of a system a process is, judged by its command line."""
-    words = {word.rpartition(".")[2] for word in argv}
-    if any(word.endswith("worker") for word in words):
+    """The role of a process in its system, from its command line."""
+    names = {name.rpartition(".")[2] for name in argv}
+    if any(name.endswith("worker") for name in names):
         return "worker"
-    if words & {"frontend", "reference_frontend", "fastapi_server"}:
+    if names & {"frontend", "reference_frontend", "fastapi_server"}:
         return "frontend"
     return "other"
 
 
 class RunningSystem:
-    """A system that answers requests; the roles of its processes are settled when it is built."""
+    """A system that is ready. The roles of its processes are determined on construction."""
 
     def __init__(self, name: str, setup: Setup, port: int, roots: Sequence[psutil.Process]) -> None:
         self.name = name
         self.pace_ms = setup.pace_ms
         self.port = port
-        self._roles = {process: role_of(process.cmdline()) for process in family(roots)}
+        self._roles = {process: role_of(process.cmdline()) for process in process_trees(roots)}
         self.at_start = self.usage()
 
     def usage(self) -> Usage:
@@ -137,13 +137,13 @@ class RunningSystem:
             try:
                 times, memory = process.cpu_times(), process.memory_info()
             except psutil.NoSuchProcess as error:
-                raise SystemFailed(f"{self.name}: its {role} process is gone") from error
+                raise SystemFailed(f"{self.name}: its {role} process has ended") from error
             cpu_s[role] += times.user + times.system
             rss_bytes[role] += memory.rss
         return Usage(dict(cpu_s), dict(rss_bytes))
 
 
-def family(roots: Sequence[psutil.Process]) -> list[psutil.Process]:
+def process_trees(roots: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [process for root in roots for process in (root, *root.children(recursive=True))]
 
 
@@ -151,13 +151,13 @@ def family(roots: Sequence[psutil.Process]) -> list[psutil.Process]:
 def running(
     name: str, setup: Setup, systems: Mapping[str, Callable[[Setup, Site], list[Launch]]] = LAUNCHES
 ) -> Iterator[RunningSystem]:
-    """Start a system on a free port, yield it once it has answered one request right, and stop it."""
+    """Start a system on a free port, yield it after its first correct response, and stop it."""
     site = Site(free_port(), Path(tempfile.mkdtemp(prefix=f"baton-bench-{name}-")))
     roots: list[psutil.Popen] = []
     try:
         for launch in systems[name](setup, site):
             roots.append(start(launch, site.work_dir))
-        await_answer(name, site, roots)
+        wait_until_ready(name, site, roots)
         yield RunningSystem(name, setup, site.port, roots)
     finally:
         stop(roots)
@@ -165,7 +165,7 @@ def running(
 
 
 def start(launch: Launch, work_dir: Path) -> psutil.Popen:
-    """Start one program in a session of its own, with its output in the working directory's log."""
+    """Start one program in its own session, with its output in the log of the working directory."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "BATON_"))}
     with (work_dir / "log").open("ab") as log:
         return psutil.Popen(
@@ -179,25 +179,25 @@ def start(launch: Launch, work_dir: Path) -> psutil.Popen:
 
 
 def stop(roots: Sequence[psutil.Process]) -> None:
-    """Ask the started programs to end, then end whatever of their families is left."""
-    everyone = family([root for root in roots if root.is_running()])
+    """Terminate the started programs, then kill what remains of their process trees."""
+    processes = process_trees([root for root in roots if root.is_running()])
     for root in roots:
         with suppress(psutil.NoSuchProcess):
             root.terminate()
-    _, alive = psutil.wait_procs(everyone, timeout=STOP_TIMEOUT_S)
+    _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
 
 
-def await_answer(name: str, site: Site, roots: Sequence[psutil.Popen]) -> None:
-    """Return once the system has streamed a whole answer; raise SystemFailed with its log otherwise."""
-    give_up = time.monotonic() + START_TIMEOUT_S
-    reason = "no answer"
-    while time.monotonic() < give_up and all(root.poll() is None for root in roots):
+def wait_until_ready(name: str, site: Site, roots: Sequence[psutil.Popen]) -> None:
+    """Return once the system has streamed a whole response. Raises SystemFailed with its log."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    reason = "no response"
+    while time.monotonic() < deadline and all(root.poll() is None for root in roots):
         try:
-            check_answer(ask(site.port, PROBE_TOKENS), PROBE_TOKENS)
+            check_response(request_chat(site.port, PROBE_TOKENS), PROBE_TOKENS)
             return
         except (OSError, http.client.HTTPException, SystemFailed) as error:
             reason = str(error)
@@ -206,7 +206,7 @@ def await_answer(name: str, site: Site, roots: Sequence[psutil.Popen]) -> None:
     raise SystemFailed(f"{name} did not start: {reason}\n{log[-2000:]}")
 
 
-def ask(port: int, tokens: int) -> bytes:
+def request_chat(port: int, tokens: int) -> bytes:
     """The body of one streamed chat completion."""
     connection = http.client.HTTPConnection(HOST, port, timeout=PROBE_TIMEOUT_S)
     try:
@@ -220,8 +220,8 @@ def ask(port: int, tokens: int) -> bytes:
         connection.close()
 
 
-def check_answer(body: bytes, tokens: int) -> None:
-    """Hold the text and the reported usage of an answer to one character a token."""
+def check_response(body: bytes, tokens: int) -> None:
+    """Check that text and reported usage have one character per token. Raises SystemFailed."""
     text, reported = "", 0
     for line in body.splitlines():
         if line.startswith(b"data: {"):
@@ -229,11 +229,11 @@ def check_answer(body: bytes, tokens: int) -> None:
             text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
             reported = (chunk.get("usage") or {}).get("completion_tokens", reported)
     if (len(text), reported) != (tokens, tokens):
-        raise SystemFailed(f"asked for {tokens} tokens, got {len(text)} characters, {reported} reported")
+        raise SystemFailed(f"requested {tokens} tokens, received {len(text)} characters, {reported} reported")
 
 
 def free_port() -> int:
-    """A port below the range that outgoing connections take theirs from."""
+    """A free port below the ephemeral range."""
     for port in range(18000, 19000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((HOST, port))

@@ -106,7 +106,7 @@ class OfferedCache(msgspec.Struct, frozen=True):
 
 
 def caches() -> list[tuple[int, int]]:
-    """Return bytes of a block part, and blocks: twice the largest number of each."""
+    """Return bytes of a block part, and blocks: twice the largest count of each."""
     largest = {part: max(count for size, count in SIZES if size == part) for part, _ in SIZES}
     return [(part, max(64, 2 * count)) for part, count in largest.items()]
 
@@ -157,18 +157,18 @@ async def accept(listener: socket.socket, data: TcpServer, tasks: asyncio.TaskGr
 def producer(transports: Sequence[str]) -> Iterator[list[OfferedCache]]:
     """Start the producer process; it is killed afterwards."""
     spawn = multiprocessing.get_context("spawn")
-    ours, its = spawn.Pipe()
-    process = spawn.Process(target=run_producer, args=(its, list(transports)), daemon=True)
+    receiver, sender = spawn.Pipe()
+    process = spawn.Process(target=run_producer, args=(sender, list(transports)), daemon=True)
     process.start()
-    its.close()
+    sender.close()
     try:
-        if not ours.poll(START_TIMEOUT_S):
+        if not receiver.poll(START_TIMEOUT_S):
             raise RuntimeError(f"the producer was not ready within {START_TIMEOUT_S:g} s")
-        yield msgspec.msgpack.decode(ours.recv_bytes(), type=list[OfferedCache])
+        yield msgspec.msgpack.decode(receiver.recv_bytes(), type=list[OfferedCache])
     finally:
         process.kill()
         process.join()
-        ours.close()
+        receiver.close()
 
 
 def build_client(transport: str, memory: KvMemory) -> TransportClient:
@@ -249,16 +249,18 @@ def block_lists(blocks: int, count: int, pattern: str) -> tuple[list[int], list[
     """Return the producer's blocks and their targets: one run, or scattered."""
     if pattern == "contiguous":
         return list(range(1, 1 + count)), list(range(blocks - count, blocks))
-    order = [np.random.default_rng(seed).permutation(blocks)[:count].tolist() for seed in (1, 2)]
-    return order[0], order[1]
+    permutations = [np.random.default_rng(seed).permutation(blocks)[:count].tolist() for seed in (1, 2)]
+    return permutations[0], permutations[1]
 
 
-async def run(caches: list[OfferedCache], transports: Sequence[str], repeats: int, largest: int) -> list[TransferCell]:
+async def run(
+    caches: list[OfferedCache], transports: Sequence[str], repeats: int, max_bytes: int
+) -> list[TransferCell]:
     cells: list[TransferCell] = []
     for each in caches:
         async with Bench(each, transports) as bench:
             for block_bytes, count in SIZES:
-                if block_bytes != each.memory.block_bytes or block_bytes * count * PLANES > largest:
+                if block_bytes != each.memory.block_bytes or block_bytes * count * PLANES > max_bytes:
                     continue
                 for pattern in PATTERNS if count > 1 else PATTERNS[:1]:
                     cells += await bench.measure(count, pattern, repeats)
@@ -270,11 +272,11 @@ def transports_here() -> list[str]:
     return [transport for transport in ("shm", "tcp", "nixl") if transport != "nixl" or nixl.available()]
 
 
-def measure(transports: Sequence[str], repeats: int, largest: int = sys.maxsize) -> TransferResults:
+def measure(transports: Sequence[str], repeats: int, max_bytes: int = sys.maxsize) -> TransferResults:
     """Run everything and return the cells."""
     began, busy = time.monotonic(), busy_core_s()
     with producer(transports) as offered:
-        cells = uvloop.run(run(offered, transports, repeats, largest))
+        cells = uvloop.run(run(offered, transports, repeats, max_bytes))
     # Only the CPU time of this process is known, so the rest of the busy time is an upper bound.
     foreign_s = busy_core_s() - busy - time.process_time()
     return TransferResults(

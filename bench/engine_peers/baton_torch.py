@@ -1,4 +1,4 @@
-"""Baton's built-in engine, through the same port that a worker uses. Variant: the type of the weights."""
+"""Baton's built-in engine, through the engine port, as in a worker. Variant: the dtype of the weights."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 class EngineDriver:
-    """Any engine behind the port, started. Its loop runs only while a method does, as a bench is its one user."""
+    """A started engine. Its event loop runs only during a method call, because the benchmark is its only caller."""
 
     def __init__(self, make: Callable[[], GenerateEngine]) -> None:
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
@@ -37,7 +37,7 @@ class EngineDriver:
     async def _start(self, make: Callable[[], GenerateEngine]) -> GenerateEngine:
         engine = make()
         await engine.start()
-        # A worker publishes what the engine reads off itself; here it is only taken away.
+        # A worker publishes the readings; here they are discarded.
         self._readings = asyncio.create_task(drain(engine))
         return engine
 
@@ -79,7 +79,7 @@ def options_for(setup: dict[str, Any]) -> TorchOptions:
         dtype=setup["variant"],
         threads=setup["threads"],
         context=setup["context"],
-        # The last block of each row is part empty, and the scheduler keeps one in reserve for each that runs.
+        # The last block of each row is partly empty, and the scheduler reserves one for each running row.
         blocks=setup["kv_tokens"] // block + 2 * setup["max_batch"],
         max_running=setup["max_batch"],
     )

@@ -1,6 +1,6 @@
 """`convert_gguf.py FROM.gguf TO.gguf f16|q8_0`: the same weights in another format, for the peers that read GGUF.
 
-Needs the package `gguf` and nothing of Baton.
+Needs the package `gguf`; imports nothing of Baton.
 """
 
 import sys
@@ -10,7 +10,7 @@ import numpy as np
 
 KINDS = {"f16": gguf.GGMLQuantizationType.F16, "q8_0": gguf.GGMLQuantizationType.Q8_0}
 FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
-# The writer sets the first one itself; the second says what the tensors are.
+# The writer sets the first one; the second is the type of the tensors.
 OWN_FIELDS = ("general.architecture", "general.file_type")
 
 
@@ -25,7 +25,7 @@ def convert(source: str, target: str, kind: str) -> None:
         writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=nested)
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        # Norms have one dimension and stay as exact as they are.
+        # Norms have one dimension and keep their precision.
         wanted = KINDS[kind] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
     writer.write_header_to_file()

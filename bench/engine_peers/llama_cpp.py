@@ -13,7 +13,7 @@ class Slots:
         params.model.path = setup["gguf"]
         params.n_ctx = setup["kv_tokens"]
         params.n_parallel = setup["max_batch"]
-        # One pool of KV for all slots: otherwise each slot has its share of it and a long prompt does not fit.
+        # One KV pool for all slots: split between the slots, it would not hold a long prompt.
         params.kv_unified = True
         params.cache_ram_mib = 0
         params.cpuparams.n_threads = setup["threads"]
@@ -36,7 +36,7 @@ class Slots:
         return rows
 
     def _complete(self, prompt: list[int], new_tokens: int, row: dict[str, Any]) -> None:
-        def take(event: dict[str, Any]) -> None:
+        def on_event(event: dict[str, Any]) -> None:
             now = time.monotonic()
             if "choices" not in event:
                 row["errors"].append(str(event))
@@ -44,7 +44,7 @@ class Slots:
                 row["times"].append(now)
                 row["text"] += event["choices"][0]["text"]
             else:
-                # A character of several tokens comes as one event.
+                # A character of several tokens arrives as one event.
                 missing = event["usage"]["completion_tokens"] - len(row["times"])
                 row["times"] += [row["times"][-1]] * missing
 
@@ -57,8 +57,8 @@ class Slots:
             "stream": True,
         }
         try:
-            self._server.handle_completions(request, take)
-        except Exception as error:  # noqa: BLE001 - the thread that joins this one raises it
+            self._server.handle_completions(request, on_event)
+        except Exception as error:  # noqa: BLE001 - raised by the thread that joins this one
             row["errors"].append(repr(error))
 
 

@@ -1,9 +1,9 @@
-"""Measures one peer: reads a spec as JSON from stdin, writes one JSON line to stdout, and needs only the peer.
+"""Measures one peer: reads a spec as JSON from stdin, writes one JSON line to stdout, and imports only the peer.
 
 ready     process start .......... first token of the first request
-prefill   prompts given .......... first token                         prompt tokens / time
+prefill   prompts submitted ...... first token                         prompt tokens / time
 decode    last row's first token . first row's last token              tokens in between / time, all rows active
-wall      prompts given .......... last row's last token               new tokens / time
+wall      prompts submitted ...... last row's last token               new tokens / time
 """
 
 import importlib
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def timings(rows: list[Row], started: float, prompt_tokens: int) -> dict[str, float]:
-    """The three rates of one run, in tokens a second; decode is 0 when no row went past its first token."""
+    """The three rates of one run, in tokens per second; decode is 0 when rows have one token only."""
     first, last = [row["times"][0] for row in rows], [row["times"][-1] for row in rows]
     begin, end = max(first), min(last)
     between = sum(begin < moment <= end for row in rows for moment in row["times"])
@@ -35,12 +35,12 @@ def run_cell(engine: Any, prompts: list[list[int]], new_tokens: int) -> tuple[di
     rows = engine.generate(prompts, new_tokens)
     short = [len(row["times"]) for row in rows if len(row["times"]) != new_tokens]
     if len(rows) != len(prompts) or short:
-        raise RuntimeError(f"asked for {len(prompts)} rows of {new_tokens} tokens, got {len(rows)}, wrong: {short}")
+        raise RuntimeError(f"requested {len(prompts)} rows of {new_tokens} tokens, got {len(rows)}, wrong: {short}")
     return timings(rows, started, sum(map(len, prompts))), rows
 
 
 def measure(engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
-    """Every cell in turn, as often as it has runs, so that a disturbance does not hit one cell alone."""
+    """Alternate between the cells, one run each, so that noise does not affect one cell alone."""
     for cell in spec["cells"]:
         engine.generate(cell["warm"], min(spec["warm_tokens"], cell["new_tokens"]))
     found: dict[str, list[dict[str, float]]] = {cell["name"]: [] for cell in spec["cells"]}
@@ -51,19 +51,19 @@ def measure(engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
                 rates, rows = run_cell(engine, cell["runs"][turn], cell["new_tokens"])
                 found[cell["name"]].append(rates)
                 outputs.setdefault(cell["name"], rows)
-    return {"cells": found, "outputs": {name: [answer(row) for row in rows] for name, rows in outputs.items()}}
+    return {"cells": found, "outputs": {name: [output_of(row) for row in rows] for name, rows in outputs.items()}}
 
 
-def answer(row: Row) -> Row:
+def output_of(row: Row) -> Row:
     return {key: row[key] for key in ("tokens", "text") if key in row}
 
 
-def family(root: int) -> list[int]:
-    """This process and everything it started that still runs."""
+def process_tree(root: int) -> list[int]:
+    """The process and all its running descendants."""
     parents: dict[int, int] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name, in brackets, may hold anything; what follows it is the state and the parent.
+            # The name, in brackets, may contain any character; the state and the parent follow it.
             parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
@@ -74,7 +74,7 @@ def family(root: int) -> list[int]:
 
 
 def peak_bytes(pids: list[int]) -> int:
-    """The sum of the peaks: pages that two processes share count twice."""
+    """The sum of the peaks; pages shared by two processes count twice."""
     total = 0
     for pid in pids:
         try:
@@ -91,17 +91,21 @@ def versions(packages: list[str]) -> dict[str, str]:
 
 def main() -> None:
     spec = json.load(sys.stdin)
-    # What a peer prints must not mix with the result.
+    # A peer's own output to stdout must not mix with the result.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     engine = importlib.import_module(spec["peer"]).load(spec["setup"])
     engine.generate([spec["cells"][0]["warm"][0]], 1)
     ready_s = time.monotonic() - spec["spawned_at"]
     found = measure(engine, spec)
-    found |= {"ready_s": ready_s, "peak_bytes": peak_bytes(family(os.getpid())), "versions": versions(spec["packages"])}
+    found |= {
+        "ready_s": ready_s,
+        "peak_bytes": peak_bytes(process_tree(os.getpid())),
+        "versions": versions(spec["packages"]),
+    }
     results.write(json.dumps(found) + "\n")
     results.flush()
-    # Some peers take long to come down, or hang: everything is told.
+    # The result is written, and some peers hang or take long at exit.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""`generate` of transformers: one padded batch from start to end. Variant: the type of the weights."""
+"""`generate` of transformers: one padded batch from start to end. Variant: the dtype of the weights."""
 
 import time
 from typing import Any
@@ -10,7 +10,7 @@ PAD = 0
 
 
 class Clock:
-    """A stopping criterion, so asked after every token; it never is a reason to stop."""
+    """A stopping criterion, called after every token. It records the time and never stops the generation."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

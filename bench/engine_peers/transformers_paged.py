@@ -1,4 +1,4 @@
-"""Continuous batching of transformers: paged KV, requests join and leave. Variant: the type of the weights."""
+"""Continuous batching of transformers: paged KV, requests join and leave. Variant: the dtype of the weights."""
 
 import time
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 PAGE = 256
-NO_END = -1
-STUCK_S = 300
+NO_EOS = -1
+RESULT_TIMEOUT_S = 300
 
 
 class Paged:
@@ -17,11 +17,11 @@ class Paged:
         model: Any = AutoModelForCausalLM.from_pretrained(
             setup["model"], dtype=getattr(torch, setup["variant"]), attn_implementation="sdpa", local_files_only=True
         )
-        # A page is not shared, so the last one of each row is part empty.
+        # Rows share no page, so the last one of each row is partly empty.
         pages = setup["kv_tokens"] // PAGE + setup["max_batch"]
         make_config: Any = GenerationConfig
         self._manager = model.init_continuous_batching(
-            generation_config=make_config(do_sample=False, eos_token_id=NO_END, max_new_tokens=setup["context"]),
+            generation_config=make_config(do_sample=False, eos_token_id=NO_EOS, max_new_tokens=setup["context"]),
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=PAGE, num_blocks=pages, max_batch_tokens=1024, allow_block_sharing=False
             ),
@@ -33,7 +33,7 @@ class Paged:
         rows: dict[str, dict[str, Any]] = {name: {"times": [], "tokens": []} for name in ids}
         unfinished = len(ids)
         while unfinished:
-            result = self._manager.get_result(timeout=STUCK_S)
+            result = self._manager.get_result(timeout=RESULT_TIMEOUT_S)
             if result is None or result.error:
                 raise RuntimeError(f"no result: {result and result.error}")
             row = rows[result.request_id]

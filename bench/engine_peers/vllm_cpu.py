@@ -1,4 +1,4 @@
-"""vLLM's CPU build. Variants: `eager`, or `compiled` as it is by default (torch.compile, minutes to start)."""
+"""vLLM's CPU build. Variants: `eager`, or `compiled`, its default (torch.compile, takes minutes to start)."""
 
 import os
 import time
@@ -12,13 +12,13 @@ class Vllm:
         cores = sorted(os.sched_getaffinity(0))[: setup["threads"]]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = GIB_OF_KV
-        # In this process, so that a step costs no message to another one.
+        # Run the engine in this process: a step then needs no message to another process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
-        # What it compiles is kept here, and not in the home directory.
+        # Keep compiled code here, not in the home directory.
         os.environ["VLLM_CACHE_ROOT"] = setup["cache"]
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(setup["cache"], "inductor")
-        # It reads its environment when it is imported.
+        # vLLM reads its environment on import.
         import vllm  # type: ignore[import-not-found, unused-ignore]
 
         self._vllm = vllm
@@ -48,7 +48,7 @@ class Vllm:
             outputs = self._engine.step()
             now = time.monotonic()
             for output in outputs:
-                # Inside, a request's name has a suffix of its own in some versions.
+                # Some versions append a suffix to the request id.
                 row = rows[output.request_id.partition("-")[0]]
                 new = list(output.outputs[0].token_ids)
                 row["tokens"] += new

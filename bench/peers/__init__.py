@@ -1,1 +1,1 @@
-"""The systems Baton is measured against; each is a small program run as a process of its own."""
+"""The systems Baton is measured against; each is a small program that runs in its own process."""

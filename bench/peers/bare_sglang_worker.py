@@ -1,6 +1,6 @@
-"""The least that a worker can do on this runtime: push each chunk of the double as it comes, and look at nothing.
+"""A minimal worker on this runtime: it pushes each chunk of the double as it arrives, without inspecting it.
 
-No cancellation, no limits, no usage, no errors: what is left is the double and the runtime's own cost of a message.
+No cancellation, limits, usage or errors: what remains is the cost of the double and of the runtime's messages.
 """
 
 import argparse

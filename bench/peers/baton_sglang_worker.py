@@ -1,4 +1,4 @@
-"""Baton's own way of serving SGLang, on the same double as the reference's: the adapter's request path, a whole worker.
+"""A Baton worker with the request path of the SGLang adapter, on the same double of SGLang as the reference worker.
 
 Settings come from the environment (`BATON_*`), as for any worker.
 """
@@ -6,7 +6,6 @@ Settings come from the environment (`BATON_*`), as for any worker.
 import argparse
 import asyncio
 import os
-from array import array
 from collections.abc import AsyncGenerator
 
 import msgspec
@@ -20,7 +19,7 @@ from baton.engines.sglang.compat import Dialect
 from baton.engines.sglang.params import Setting
 from baton.engines.sglang.requests import Requests
 from baton.errors import EngineDead, Unsupported
-from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, EngineInfo, Progress, Work
 from baton.process.exit_codes import exit_code
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import Reading
@@ -31,14 +30,14 @@ from bench.peers.fake_sglang import Request
 
 
 class SglangOnDouble:
-    """An Engine (see `ports/engine.py`): the part of the SGLang adapter that requests go through."""
+    """A GenerateEngine (see `ports/engine.py`): the request path of the SGLang adapter."""
 
     def __init__(self, model_dir: str, pace_s: float) -> None:
         self._model_dir = model_dir
         self._pace_s = pace_s
         self._double: Double | None = None
         self._requests: Requests | None = None
-        self._over = asyncio.Event()
+        self._stopped = asyncio.Event()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -65,20 +64,11 @@ class SglangOnDouble:
         assert self._requests is not None
         await self._requests.abort(request_id)
 
-    def received(self, request_id: RequestId) -> None:
-        """Nothing was asked for."""
-
-    async def embed(self, work: EmbedWork) -> "list[array[float]]":
-        raise Unsupported("the double does not embed")
-
-    async def encode(self, work: EncodeWork) -> Encoded:
-        raise Unsupported("the double does not encode")
-
     async def execute(self, command: Command) -> Outcome:
-        raise Unsupported("the double takes no orders")
+        raise Unsupported("the double executes no commands")
 
     async def readings(self) -> AsyncGenerator[Reading, None]:
-        await self._over.wait()
+        await self._stopped.wait()
         nothing: tuple[Reading, ...] = ()
         for reading in nothing:
             yield reading
@@ -91,7 +81,7 @@ class SglangOnDouble:
         return Progress(self._requests.steps, self._requests.running, self._requests.waiting)
 
     async def stop(self) -> None:
-        self._over.set()
+        self._stopped.set()
         if self._requests is not None:
             await self._requests.close(EngineDead("the engine has stopped"))
         if self._double is not None:
@@ -116,7 +106,7 @@ def main() -> None:
     parser.add_argument("--pace-ms", type=float, default=0.0)
     options = parser.parse_args()
     settings = msgspec.structs.replace(load({}, os.environ, None), engine="sglang")
-    os.environ.update(environment(settings.runtime))  # the runtime reads it while it is imported
+    os.environ.update(environment(settings.runtime))  # the runtime reads it on import
     uvloop.run(run(settings, SglangOnDouble(options.model_dir, options.pace_ms / 1000)))
 
 

@@ -1,7 +1,7 @@
-"""SGLang as a handler sees it, without SGLang: `Engine.async_generate` and the tokenizer manager behind it.
+"""A double of SGLang's engine: `Engine.async_generate` and the tokenizer manager behind it.
 
-A step makes one token for every request, as a batch does, and wakes its reader; a reader that is late finds its chunks
-joined into one. What is in a chunk, and how often a reader is woken, is SGLang's 0.5.23 with incremental streaming. The
+A step generates one token for every request of the batch and wakes its reader; chunks that a late reader has not read
+are joined into one. The fields of a chunk and the wake-ups match SGLang 0.5.23 with incremental streaming. The
 scheduler costs nothing here: in SGLang it is another process.
 """
 
@@ -14,7 +14,7 @@ Chunk = dict[str, Any]
 
 
 class Request:
-    """The fields of SGLang's GenerateReqInput that a request to generate has here."""
+    """The fields of SGLang's GenerateReqInput that the double reads."""
 
     def __init__(self, *, rid: str, input_ids: list[int], sampling_params: Mapping[str, Any], **_: object) -> None:
         self.rid = rid
@@ -23,18 +23,18 @@ class Request:
 
 
 class State:
-    """One request inside."""
+    """One request in flight."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.chunks: list[Chunk] = []
         self.event = asyncio.Event()
-        self.made = 0
+        self.generated = 0
         self.dispatched = True
 
 
 class Manager:
-    """The tokenizer manager's side of requests. Lives on one event loop."""
+    """The request part of the tokenizer manager. Lives on one event loop."""
 
     def __init__(self, pace_s: float) -> None:
         self.rid_to_state: dict[str, State] = {}
@@ -43,7 +43,7 @@ class Manager:
         self._stepping = asyncio.create_task(self._run())
 
     async def generate_request(self, request: Request, http: None = None) -> AsyncGenerator[Chunk, None]:
-        """Yield what is new, each time there is something."""
+        """Yield new tokens whenever there are some."""
         state = self.rid_to_state[request.rid] = State(request)
         self._work.set()
         try:
@@ -59,12 +59,12 @@ class Manager:
             self.rid_to_state.pop(request.rid, None)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """End a request with an abort as its reason."""
+        """End a request with finish reason `abort`."""
         if (state := self.rid_to_state.get(rid)) is not None:
-            self._tell(state, [], {"type": "abort", "message": "Abort"})
+            self._emit(state, [], {"type": "abort", "message": "Abort"})
 
     async def close(self) -> None:
-        """Make nothing more."""
+        """Stop generating."""
         self._stepping.cancel()
         with suppress(asyncio.CancelledError):
             await self._stepping
@@ -84,19 +84,19 @@ class Manager:
 
     def _step(self, state: State) -> None:
         prompt, limit = state.request.input_ids, state.request.max_new_tokens
-        if state.made < limit:
-            token = prompt[state.made % len(prompt)]
-            state.made += 1
-            self._tell(state, [token], {"type": "length", "length": limit} if state.made == limit else None)
+        if state.generated < limit:
+            token = prompt[state.generated % len(prompt)]
+            state.generated += 1
+            self._emit(state, [token], {"type": "length", "length": limit} if state.generated == limit else None)
 
-    def _tell(self, state: State, tokens: list[int], finish: Chunk | None) -> None:
+    def _emit(self, state: State, tokens: list[int], finish: Chunk | None) -> None:
         meta = {
             "id": state.request.rid,
             "finish_reason": finish,
             "prompt_tokens": len(state.request.input_ids),
             "weight_version": "default",
             "num_retractions": 0,
-            "completion_tokens": state.made,
+            "completion_tokens": state.generated,
             "cached_tokens": 0,
         }
         state.chunks.append({"text": "", "output_ids": tokens, "meta_info": meta})
@@ -104,13 +104,13 @@ class Manager:
 
 
 class Engine:
-    """`sgl.Engine`, as far as a handler calls it."""
+    """The part of `sgl.Engine` that handlers call."""
 
     def __init__(self, pace_s: float) -> None:
         self.tokenizer_manager = Manager(pace_s)
 
     async def async_generate(self, **fields: Any) -> AsyncGenerator[Chunk, None]:
-        """Return the stream of a request; nothing begins before it is read."""
+        """Return the stream of a request, which starts when it is first read."""
         return self.tokenizer_manager.generate_request(Request(**fields))
 
 

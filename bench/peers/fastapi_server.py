@@ -1,6 +1,6 @@
 """The FastAPI peer: one process on uvicorn (uvloop, httptools) that streams the same tokens itself.
 
-It has no tokenizer and no worker to reach, so it is the floor a Python server pays for HTTP and SSE alone.
+It has no tokenizer and no worker process, so it shows the cost of HTTP and SSE alone in a Python server.
 """
 
 import argparse

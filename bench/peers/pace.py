@@ -1,4 +1,4 @@
-"""How a peer waits before each token: a plain sleep, as such workers are written, or by the clock.
+"""Pacing of a peer's tokens: a plain sleep before each, as in most example workers, or by the clock.
 
 A sleep adds every delay to the length of the request. By the clock a late token shortens the next wait, as in
 Baton's echo engine; it is the stricter comparison.
@@ -12,7 +12,7 @@ Wait = Callable[[], Awaitable[None]]
 
 
 def new_wait(pace_s: float, catch_up: bool) -> Wait:
-    """The wait of one request, to be awaited before each of its tokens; flat out it only yields."""
+    """Return the wait of one request, awaited before each of its tokens. Unpaced, it only yields to the event loop."""
     return by_clock(pace_s) if catch_up and pace_s else partial(asyncio.sleep, pace_s)
 
 

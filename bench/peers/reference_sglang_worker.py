@@ -1,7 +1,7 @@
-"""The reference's way of serving SGLang: a task for each request that waits for a cancel, one dict yielded per chunk.
+"""The reference's pattern of serving SGLang: one task per request waits for its cancellation, one dict per chunk.
 
-Written anew from what is known of its behaviour: the monitor learns the engine's id from the first chunk, every chunk
-is turned into a dict of plain values, and the runtime pulls them one by one.
+Written independently from its observed behaviour: the monitor reads the engine's request id from the first chunk, every
+chunk becomes a dict of plain values, and the runtime pulls them one by one.
 """
 
 import argparse

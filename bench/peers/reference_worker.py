@@ -1,6 +1,6 @@
 """The reference worker: the runtime's own pattern, an async generator that yields one dict per token.
 
-It shows what the runtime costs when it is used as its examples use it, so it serves with nothing of Baton.
+It measures the runtime used as in its own examples, so it imports nothing of Baton's serving code.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""A worker that puts the time into every chunk, so that whoever reads it knows how old it is.
+"""A worker that puts the time into every chunk, so that the client can compute its age.
 
-All processes of a machine share its monotonic clock. A request says how many tokens it wants and at what pace; 0 is as
-fast as they leave.
+All processes of a machine share its monotonic clock. A request sets the number of tokens and the pace; a pace of 0 is
+unpaced.
 """
 
 import argparse
@@ -22,7 +22,7 @@ STOP_S = 1.0
 
 
 def stamped_request(tokens: int, pace_ms: float, prompt: int = 3) -> Wire:
-    """Return a request for this worker, as a frontend would send it but for the pace."""
+    """Return a request for this worker: a frontend's request plus the pace."""
     return {
         "token_ids": list(range(prompt)),
         "stop_conditions": {"max_tokens": tokens},
@@ -35,21 +35,21 @@ class _Stop(msgspec.Struct):
     max_tokens: int
 
 
-class _Order(msgspec.Struct):
+class _Request(msgspec.Struct):
     stop_conditions: _Stop
     pace_ms: float
 
 
 async def generate(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
-    """Yield numbered tokens, each with the time at which it was made."""
-    order = msgspec.convert(request, _Order)
-    wait = new_wait(order.pace_ms / 1000, catch_up=True)
-    left = asyncio.Event()
-    context.on_cancel(left.set)
-    for number in range(order.stop_conditions.max_tokens):
+    """Yield numbered tokens, each with the time at which it was sent."""
+    fields = msgspec.convert(request, _Request)
+    wait = new_wait(fields.pace_ms / 1000, catch_up=True)
+    cancelled = asyncio.Event()
+    context.on_cancel(cancelled.set)
+    for number in range(fields.stop_conditions.max_tokens):
         if number:
             await wait()
-        if left.is_set():
+        if cancelled.is_set():
             return
         yield {"token_ids": [number], "index": 0, "t": time.monotonic_ns()}
 
@@ -61,7 +61,7 @@ def as_is(wire: object) -> Wire:
 
 
 async def run(directory: str, path: str) -> None:
-    """Serve at `path` until told to stop."""
+    """Serve at `path` until a stop signal."""
     from baton.process.signals import stop_on_signals
     from baton.runtimes.dynamo.runtime import DynamoRuntime
 
@@ -77,10 +77,10 @@ async def run(directory: str, path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", required=True, help="where file discovery keeps its records")
+    parser.add_argument("--directory", required=True, help="directory of file discovery")
     parser.add_argument("--path", required=True, help="the endpoint, as namespace.component.endpoint")
     options = parser.parse_args()
-    os.environ.update(environment(RuntimeOptions(directory=options.directory)))  # read while the runtime is imported
+    os.environ.update(environment(RuntimeOptions(directory=options.directory)))  # the runtime reads it on import
     uvloop.run(run(options.directory, options.path))
 
 

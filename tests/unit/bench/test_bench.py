@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic: counting events in raw reads, percentiles, roles and the report."""
+"""The request path benchmark: counting events in raw reads, percentiles, process roles and the report."""
 
 import msgspec
 import pytest
@@ -9,7 +9,7 @@ from bench.report import to_markdown
 from bench.result_files import Cell, Machine, Results
 from bench.sse import ResponseScanner
 from bench.stalled import queued_bytes
-from bench.systems import SystemFailed, check_answer, role_of
+from bench.systems import SystemFailed, check_response, role_of
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENTS = [
@@ -22,7 +22,7 @@ EVENTS = [
 RESPONSE = HEAD + b"".join(b"%x\r\n%s\r\n" % (len(event), event) for event in EVENTS) + b"0\r\n\r\n"
 
 
-def test_events_are_counted_once_wherever_a_read_is_cut() -> None:
+def test_events_are_counted_once_at_every_split_of_the_reads() -> None:
     for cut in range(1, len(RESPONSE)):
         scanner = ResponseScanner()
         scanner.feed(RESPONSE[:cut])
@@ -38,7 +38,7 @@ def test_an_event_is_counted_in_the_read_that_completes_it() -> None:
     assert [scanner.feed(RESPONSE[:cut]), scanner.feed(RESPONSE[cut:])] == [1, 1]
 
 
-def test_an_error_status_is_seen_without_a_body() -> None:
+def test_an_error_status_is_read_without_a_body() -> None:
     scanner = ResponseScanner()
     scanner.feed(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
     assert (scanner.status, scanner.complete, scanner.completion_tokens()) == (503, False, None)
@@ -66,18 +66,18 @@ def test_percentile_counts_leading_zeros() -> None:
         ("python -m bench.peers.fastapi_server --port 1", "frontend"),
     ],
 )
-def test_a_process_is_told_by_its_command_line(command: str, role: str) -> None:
+def test_the_role_of_a_process_follows_from_its_command_line(command: str, role: str) -> None:
     assert role_of(command.split()) == role
 
 
-def test_an_answer_with_a_missing_token_is_refused() -> None:
+def test_a_response_with_a_missing_token_fails_the_check() -> None:
     body = b"".join(EVENTS)
-    check_answer(body, 2)
-    with pytest.raises(SystemFailed, match="asked for 3"):
-        check_answer(body, 3)
+    check_response(body, 2)
+    with pytest.raises(SystemFailed, match="requested 3"):
+        check_response(body, 3)
 
 
-def test_every_repeat_begins_with_another_system() -> None:
+def test_the_first_system_alternates_between_repeats() -> None:
     plan = Plan(systems=("baton", "fastapi", "baton-eager"))
     firsts = [plan.systems_at(0.0, repeat)[0] for repeat in range(4)]
     assert firsts == ["baton", "fastapi", "baton-eager", "baton"]
@@ -123,7 +123,7 @@ def test_report_warns_when_the_source_changed_during_the_run() -> None:
     assert "source changed" not in to_markdown(results(cells))
 
 
-def test_results_survive_their_json() -> None:
+def test_results_are_equal_after_a_json_round_trip() -> None:
     before = results([cell("baton", repeat=0, tokens=1280)])
     assert msgspec.json.decode(msgspec.json.encode(before), type=Results) == before
 

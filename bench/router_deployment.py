@@ -1,4 +1,4 @@
-"""The processes that `bench.router` measures: one worker, and routers that lead to it."""
+"""The processes that `bench.router` measures: one worker, and the routers in front of it."""
 
 import time
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from bench.router_report import DIRECT, POOLS, THEIRS
 from bench.systems import LOOPBACK_RUNTIME, Launch, start
 
 MODEL_DIR = Path(baton.__file__).parent / "engines" / "echo" / "model"
-LONGEST = 1000
+MAX_PROMPT_TOKENS = 1000
 PREFIX = "bench"
 
 
 class System:
-    """A way to the worker: a client that takes it, and the router on it if there is one."""
+    """A route to the worker: the client of its endpoint, and the router process if there is one."""
 
     def __init__(self, name: str, client: Client, router: psutil.Process | None) -> None:
         self.name = name
@@ -33,11 +33,11 @@ class System:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Processor time of a process and its threads, by the clock that Linux keeps of it: finer than /proc's ticks."""
+    """CPU time of a process and its threads, by its Linux CPU clock: finer than the ticks in /proc."""
     return time.clock_gettime(~process.pid << 3 | 2)
 
 
-class Site:
+class Deployment:
     """The processes of one repeat."""
 
     def __init__(self, work_dir: Path, profile_dir: Path | None = None) -> None:
@@ -47,20 +47,20 @@ class Site:
         self.processes: list[psutil.Popen] = []
 
     def start(self, names: Sequence[str]) -> dict[str, psutil.Popen]:
-        """Start the worker, and the routers that `names` ask for."""
+        """Start the worker and the routers in `names`."""
         path = self._pool_path(0)
         self._start(("bench.peers.stamping_worker", "--directory", self.discovery, "--path", path))
         return {name: self._start_router(name) for name in names if name != DIRECT}
 
     def path(self, name: str) -> str:
-        """Return the endpoint that leads through router `name`, or directly to the worker."""
+        """Return the endpoint of router `name`, or that of the worker for DIRECT."""
         return self._pool_path(0) if name == DIRECT else f"{PREFIX}-{name}.router.generate"
 
     def cpu_s(self) -> float:
         return time.process_time() + sum(cpu_s(process) for process in self.processes)
 
-    def problem(self) -> str:
-        """Return the end of what the processes have written."""
+    def log_tail(self) -> str:
+        """Return the end of the processes' shared log."""
         return (self._work_dir / "log").read_text(errors="replace")[-2000:]
 
     def _pool_path(self, number: int) -> str:
@@ -68,13 +68,20 @@ class Site:
 
     def _start_router(self, name: str) -> psutil.Popen:
         if name == THEIRS:
-            pools = [word for number in range(POOLS[name]) for word in ("--pool", self._pool_path(number))]
-            argv = ("bench.peers.reference_router", "--path", self.path(name), "--longest", str(LONGEST), *pools)
+            pools = [argument for number in range(POOLS[name]) for argument in ("--pool", self._pool_path(number))]
+            argv = (
+                "bench.peers.reference_router",
+                "--path",
+                self.path(name),
+                "--max-prompt-tokens",
+                str(MAX_PROMPT_TOKENS),
+                *pools,
+            )
             return self._start(argv)
         file = self._work_dir / f"{PREFIX}-{name}.json"
         file.write_bytes(msgspec.json.encode(topology(POOLS[name])))
-        words = ("--topology", str(file), "--namespace", f"{PREFIX}-{name}", "--model", str(MODEL_DIR))
-        return self._start(("baton", "router", "run", *words, "--system-port", "0", "--log-level", "warning"))
+        arguments = ("--topology", str(file), "--namespace", f"{PREFIX}-{name}", "--model", str(MODEL_DIR))
+        return self._start(("baton", "router", "run", *arguments, "--system-port", "0", "--log-level", "warning"))
 
     def _start(self, argv: Sequence[str]) -> psutil.Popen:
         env = LOOPBACK_RUNTIME | {
@@ -88,11 +95,11 @@ class Site:
 
 
 def topology(pools: int) -> dict[str, object]:
-    """Return a plan by the length of prompts. Only the first pool has a worker; short prompts go to it."""
+    """Return a plan with buckets by prompt length. Only the first pool, that of short prompts, has a worker."""
     names = [f"pool{number}" for number in range(pools)]
-    part = {
+    role_plan = {
         "pools": [{"name": name, "namespace": f"{PREFIX}-{name}", "endpoint": "backend.generate"} for name in names],
-        "axes": [{"name": "length", "min": 0, "max": LONGEST, "buckets": pools}],
+        "axes": [{"name": "length", "min": 0, "max": MAX_PROMPT_TOKENS, "buckets": pools}],
         "mapping": names,
     }
-    return {"mode": "aggregated", "retry": {"faster": True, "others": True}, "aggregated": part}
+    return {"mode": "aggregated", "retry": {"faster": True, "others": True}, "aggregated": role_plan}
