@@ -40,6 +40,7 @@ test-sglang:
 check: $(DEVELOPMENT)
 	$(BIN)/ruff format --check src tests bench tools
 	$(BIN)/ruff check src tests bench tools
+	@! $(BIN)/radon cc --min C --show-complexity src bench tools | grep . || { echo "complexity is at most 10"; exit 1; }
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 	$(BIN)/python -m tools.generate_docs --check
