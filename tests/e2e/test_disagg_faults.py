@@ -370,7 +370,6 @@ def test_a_full_dev_shm_is_not_needed(
     letters: Path,
     texts: dict[Question, str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     full = "mount -t tmpfs -o size=4k full /dev/shm && { head -c 8k /dev/zero > /dev/shm/fill 2> /dev/null || true; }"
     command = ("unshare", "--mount", "sh", "-c")
@@ -379,8 +378,18 @@ def test_a_full_dev_shm_is_not_needed(
     wrapper = tmp_path / "baton"
     wrapper.write_text(f'#!/bin/sh\nexec {" ".join(command)} \'{full}; exec "$0" "$@"\' {BATON} "$@"\n')
     wrapper.chmod(0o755)
-    monkeypatch.setattr("tests.e2e.harness.BATON", str(wrapper))
-    serve = start(Serve, "--model", str(letters), *EXACT, "--kv-transports", "shm", engine="torch", prefill=1, decode=1)
+    serve = start(
+        Serve,
+        "--model",
+        str(letters),
+        *EXACT,
+        "--kv-transports",
+        "shm",
+        engine="torch",
+        prefill=1,
+        decode=1,
+        program=str(wrapper),
+    )
     mounts = Path(f"/proc/{serve.worker(1).pid}/mounts").read_text()
     assert "full /dev/shm" in mounts
     for question, text in list(texts.items())[:6]:

@@ -162,8 +162,8 @@ def test_another_model_of_the_same_name_is_refused(serve: Serve, role: str, tmp_
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--prefill", "1"), "give --decode too"),
-        (("--decode", "1"), "give --prefill too"),
+        (("--prefill", "1"), "add --decode"),
+        (("--decode", "1"), "add --prefill"),
         (("--prefill", "1", "--decode", "1", "--workers", "2"), "drop it, or --prefill and --decode"),
         (("--prefill", "1", "--decode", "1", "--model-input", "text"), "drop --model-input text"),
         (("--prefill", "1", "--decode", "1", "--role", "decode"), "drop --role decode"),

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 MODEL = "tiny"
 CHAT = "/v1/chat/completions"
 QUICK, BULK, FEW, MANY = 1, 2, 3, 4  # the workers of the pools, by their system ports
-SETTINGS: dict[str, Any] = {"transfer": {"handoff": "late"}, "torch": {"blocks": 512, "batch_tokens": 128}}
+SETTINGS: dict[str, Any] = {"kv": {"handoff": "late"}, "torch": {"blocks": 512, "batch_tokens": 128}}
 LONG = "".join(f"{number} bottles of beer on the wall, " for number in range(100))
 
 

@@ -26,7 +26,7 @@ def test_half_a_request_does_not_hold_it_up_for_long(start: Callable[..., Serve]
     with socket.create_connection(("127.0.0.1", serve.port)) as connection:
         connection.sendall(HALF)
         assert stop(serve) < 25
-    assert "frontend did not end within 10 s" in serve.process.output.read_text()
+    assert "frontend did not exit within 10 s" in serve.process.output.read_text()
 
 
 def test_a_frozen_worker_is_killed_and_named(start: Callable[..., Serve]) -> None:
@@ -34,7 +34,7 @@ def test_a_frozen_worker_is_killed_and_named(start: Callable[..., Serve]) -> Non
     serve.worker(1).send_signal(signal.SIGSTOP)
     assert stop(serve) < 40
     output = serve.process.output.read_text()
-    assert "worker-1 did not end within 16 s" in output
+    assert "worker-1 did not exit within 16 s" in output
     assert "worker-0 did not" not in output
 
 

@@ -96,7 +96,7 @@ def test_a_worker_whose_kv_is_not_alike_does_not_start(serve: Serve, flags: tupl
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--prefill", "1"), "give --decode too"),
+        (("--prefill", "1"), "add --decode"),
         (("--prefill", "1", "--decode", "1", "--workers", "2"), "drop it, or --prefill and --decode"),
         (("--prefill", "1", "--decode", "1", "--model-input", "text"), "drop --model-input text"),
         (("--role", "decode"), "give --prefill and --decode instead"),
