@@ -17,7 +17,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -166,12 +166,12 @@ def _download(demo: Demo, work: Path, timeout_s: float, line: ProgressLine) -> s
 
 
 def _bytes_in(directory: Path) -> int:
+    """Return the size of all files. pip moves files and removes directories meanwhile; `walk` skips those."""
     total = 0
-    for path in directory.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # pip has moved the file
-            continue
+    for root, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(root, name)).st_size
     return total
 
 
