@@ -5,9 +5,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from baton.ports.engine import Engine
+from baton.ports.engine import EngineInfo, GenerateEngine, Work
 from baton.testing.engine_contract import EngineContract
 from baton.testing.engine_session import Session
 from tests.real_sglang.engines import Bench, TestedEngine
@@ -27,11 +28,14 @@ class TestSglangEngine(EngineContract):
     limit_s = 120.0
     long_tokens = 1500
 
-    def make_engine(self) -> Engine:
+    def make_engine(self) -> GenerateEngine:
         return TestedEngine(self.model)
 
-    def make_broken_engine(self) -> Engine:
+    def make_broken_engine(self) -> GenerateEngine:
         return TestedEngine(self.model / "nowhere")
+
+    def impossible(self, info: EngineInfo) -> list[Work]:
+        return [msgspec.structs.replace(self.work(info), lora_name="not loaded")]
 
     def _run(self, body: Coroutine[Any, Any, None]) -> None:
         try:

@@ -31,11 +31,11 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_engines_hand_over_and_give_up_in_every_phase(tiny: Path, bench: Bench) -> None:
+def test_engines_hand_off_kv_and_abort_in_every_phase(tiny: Path, bench: Bench) -> None:
     async def body() -> None:
         async with pair(tiny) as (prefill, decode):
             await the_answer_is_that_of_one_engine(prefill, decode)
-            await d17_a_trial_needs_no_other(prefill, decode)
+            await d17_a_probe_needs_no_peer(prefill, decode)
             await an_abort_reaches_every_queue(prefill, decode)
             await a_lost_peer_is_said_to_be_lost(prefill, decode)
 
@@ -58,9 +58,9 @@ async def the_answer_is_that_of_one_engine(prefill: Peer, decode: Peer) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-async def d17_a_trial_needs_no_other(prefill: Peer, decode: Peer) -> None:
+async def d17_a_probe_needs_no_peer(prefill: Peer, decode: Peer) -> None:
     for peer in (prefill, decode):
-        peer.order(do="trial", id="canary", prompt=[5])
+        peer.order(do="probe", id="canary", prompt=[5])
         answer = await peer.answer("id", "canary")
         assert (answer["problem"], len(answer["tokens"])) == (None, 1)
 
