@@ -118,7 +118,7 @@ def test_the_leader_answers_and_speaks_for_both_and_its_end_is_the_followers(
     # SGLang's Llama does not bear a rank that has nothing to do; its Qwen does.
     nodes = start(Nodes, make_tiny_model(tmp_path, "qwen3", num_hidden_layers=2), *TWO_CACHES)
     assert nodes.instances() == 1
-    assert "as a node that follows" in nodes.log_of("worker-0")
+    assert "as a follower" in nodes.log_of("worker-0")
     status, text = nodes.system("/control/cache/clear", FOLLOWER, b"{}")
     assert status == 501
     assert "leader" in text

@@ -82,13 +82,12 @@ class SglangHost:
         return self._feed.steps
 
     async def start(self) -> Started:
-        """Start SGLang's processes and its receiving loop. Raises ConfigError or EngineDead."""
-        try:
-            engine, sockets = await self._start_processes()
-            return await self._take_over(engine, sockets)
-        except BaseException:
-            await self._cleanup.aclose()
-            raise
+        """Start SGLang's processes and its receiving loop. Raises ConfigError or EngineDead.
+
+        `stop` cleans up, also during a start and after one that failed.
+        """
+        engine, sockets = await self._start_processes()
+        return await self._take_over(engine, sockets)
 
     def on_death(self, callback: Callable[[BatonError], object]) -> None:
         """Call `callback` when SGLang dies or is stopped; at once if it has."""
@@ -149,7 +148,7 @@ class SglangHost:
             try:
                 return await launch.start(), sockets
             except EngineDead:
-                if attempt == MAX_STARTS or port is None or is_free(self._bind_host, port):
+                if self._stopped or attempt == MAX_STARTS or port is None or is_free(self._bind_host, port):
                     raise
                 log.warning("port %d was taken by another process; SGLang is started again with another", port)
                 sockets.close()
