@@ -30,7 +30,8 @@ class Peer:
                 *(sys.executable, str(PEER), str(model), mode, *args),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": str(PEER.parent)},
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join([str(PEER.parents[2]), os.environ.get("PYTHONPATH", "")])},
             )
         )
         peer.place = await peer.answer("port", limit_s=180)
