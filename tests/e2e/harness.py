@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 BATON = str(Path(sys.executable).with_name("baton"))
 START_S = 30.0
-LOAD_S = 120.0  # for a worker that loads a model on a busy machine
+LOAD_S = 240.0  # for a worker that loads a model on a busy machine
 STOP_S = 60.0
 LOG_TAIL_CHARS = 3000
 FIXED_PORTS = range(10_000, 32_768)  # below those that the kernel gives to clients
