@@ -42,7 +42,7 @@ from tests.e2e.harness import BATON, Serve, eventually, free_ports
 
 __all__ = ["letters"]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.faults, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.faults, pytest.mark.timeout(480)]
 
 FREEZES = 5
 CALM = 8
@@ -158,7 +158,7 @@ def test_a_worker_that_is_taken_for_lost_and_comes_back(pair: Pair, texts: dict[
         for _ in range(FREEZES):
             load.flow()
             eventually(lambda: rooms(pair.serve, 0) > 0, what="there is something to lose")
-            freeze(pair.serve.worker(worker), 1.7)
+            freeze(pair.serve.worker(worker), 3)
             if pair.ended("failed") > failed:
                 break  # else what there was had been taken before it froze
         load.flow()
@@ -181,8 +181,9 @@ def test_connections_between_the_workers_are_cut(pair: Pair, texts: dict[Questio
         for _ in range(4):
             cut += eventually(lambda: cut_connections(process.pid, pair.port), what="a connection is cut")
             load.flow()
-    # The frontend leaves a worker alone for some seconds when two attempts of one request overlap there.
-    load.bad(503)
+    # The frontend leaves a worker alone for some seconds when two attempts of one request overlap there: 503, or 404
+    # while it lists no worker at all.
+    load.bad(503, 404)
     assert cut > 4
     assert pair.ended("failed") > failed
     assert pair.serve.worker(0).pid == process.pid

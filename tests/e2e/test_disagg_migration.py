@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.e2e.disagg_load import (
+    BOUND_S,
     EXACT,
     QUICK,
     Answer,
@@ -25,7 +26,7 @@ from tests.e2e.harness import Serve, eventually
 
 __all__ = ["letters"]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
 PREFILL, DECODE = (0, 1), (2, 3)
 ROLES = {0: "prefill", 1: "prefill", 2: "decode", 3: "decode"}
@@ -81,7 +82,7 @@ class Asking:
     def join(self) -> list[tuple[Question, Answer]]:
         """Return how they ended."""
         for thread in self._threads:
-            thread.join(60)
+            thread.join(BOUND_S)
         return [(question, self.answers[question]) for question in self._questions]
 
 
