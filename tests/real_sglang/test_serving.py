@@ -64,6 +64,19 @@ def quiet(serve: Serve) -> bool:
     return all(serve.metric("baton_in_flight", n) == 0 == serve.metric("baton_engine_running", n) for n in (0, 1))
 
 
+def assert_tenants_share_no_cached_prompt(serve: Serve) -> None:
+    """A prompt that one tenant has cached is computed again for another, and found again by the first."""
+    prompt = f"{time.monotonic_ns()} " + LONG[:400]
+
+    def cached(salt: str | None) -> int:
+        options = {} if salt is None else {"extra_body": {"cache_salt": salt}}
+        return int(complete(serve, prompt, max_tokens=2, **options).usage.prompt_tokens_details.cached_tokens)
+
+    for tenant in ("alice", "bob", None):
+        assert cached(tenant) == 0, f"{tenant} is served what another tenant has cached"
+        assert cached(tenant) >= len(prompt) // 16 * 16 - 16
+
+
 class TestOneWorker:
     """A worker that does both prefill and decode."""
 
@@ -94,6 +107,9 @@ class TestOneWorker:
         assert complete(whole, prompt).usage.prompt_tokens_details.cached_tokens == 0
         again = complete(whole, prompt)
         assert again.usage.prompt_tokens_details.cached_tokens >= len(prompt) // 16 * 16 - 16
+
+    def test_tenants_share_no_cached_prompt(self, whole: Serve) -> None:
+        assert_tenants_share_no_cached_prompt(whole)
 
     @pytest.mark.parametrize(
         ("body", "words"),
@@ -154,6 +170,9 @@ class TestPrefillAndDecode:
         assert complete(split, prompt).choices[0].text == expected
         assert complete(split, prompt).choices[0].text == expected, "with both caches warm"
         eventually(lambda: split.metric("baton_rooms_total", 0, end="done") == done + 2, what="both rooms are done")
+
+    def test_tenants_share_no_cached_prompt(self, split: Serve) -> None:
+        assert_tenants_share_no_cached_prompt(split)
 
     def test_a_client_that_leaves_during_prefill_frees_both(self, split: Serve) -> None:
         before = [split.ended("cancelled", n, role) for n, role in enumerate(("prefill", "decode"))]

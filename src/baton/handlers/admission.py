@@ -41,7 +41,7 @@ def admit(
         priority=(routing.priority or 0) if routing else 0,
         dp_rank=routing.dp_rank if routing else None,
         lora_name=routing.lora_name if routing else None,
-        cache_salt=routing.cache_namespace if routing else None,
+        cache_salt=request.cache_salt,
         trace_headers=trace_headers,
     )
 

@@ -102,7 +102,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     prefill_dp_rank: Count | None = None
     expected_output_tokens: Count | None = None
     lora_name: str | None = None
-    cache_namespace: str | None = None
+    cache_salt: str | None = None
     priority: int | None = None
     extra: Extra = extra_field()
 
@@ -129,6 +129,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     def choices(self) -> int:
         """The number of choices to generate."""
         return self.sampling.n or 1
+
+    @property
+    def cache_salt(self) -> str | None:
+        """The tenant whose prefix cache the request uses; requests with other salts share no KV block with it."""
+        if self.routing is not None and self.routing.cache_salt:
+            return self.routing.cache_salt
+        extensions = (self.extra_args or {}).get("nvext")
+        salt = extensions.get("cache_salt") if isinstance(extensions, dict) else None
+        return salt if isinstance(salt, str) and salt else None
 
     def for_prefill(self) -> "GenerateRequest":
         """Return the request that computes the KV of the prompt and one token, for one choice."""

@@ -166,7 +166,7 @@ def test_the_work_carries_every_option_of_the_request() -> None:
         "sampling_options": {"temperature": 0.5},
         "output_options": {"logprobs": 1},
         "eos_token_ids": [8],
-        "routing": {"priority": -3, "dp_rank": 1, "lora_name": "tuned", "cache_namespace": "mine"},
+        "routing": {"priority": -3, "dp_rank": 1, "lora_name": "tuned", "cache_salt": "mine"},
     }
     work = build(wire)
     assert (work.request_id, work.token_ids) == ("r.1", (1, 2, 3))
@@ -176,6 +176,21 @@ def test_the_work_carries_every_option_of_the_request() -> None:
     assert (work.priority, work.dp_rank, work.lora_name, work.cache_salt) == (-3, 1, "tuned", "mine")
     assert work.trace_headers == {"traceparent": "00-a-b-01"}
     assert work.handoff is None
+
+
+@pytest.mark.parametrize(
+    ("wire", "salt"),
+    [
+        ({}, None),
+        ({"routing": {"cache_salt": ""}}, None),
+        ({"routing": {"cache_salt": "alice"}}, "alice"),
+        ({"routing": {"cache_salt": ""}, "extra_args": {"nvext": {"cache_salt": "alice"}}}, "alice"),
+        ({"routing": {"cache_salt": "alice"}, "extra_args": {"nvext": {"cache_salt": "bob"}}}, "alice"),
+        ({"extra_args": {"nvext": None}}, None),
+    ],
+)
+def test_the_cache_salt_is_the_routers_or_the_clients(wire: dict[str, Any], salt: str | None) -> None:
+    assert build(wire).cache_salt == salt
 
 
 def test_eos_tokens_of_the_model_are_the_default() -> None:

@@ -159,7 +159,7 @@ class _RoutedRequest:
             request.get("token_ids") or [],
             request_id=self._id,
             lora_name=routing.get("lora_name"),
-            cache_namespace=routing.get("cache_namespace"),
+            cache_namespace=routing.get("cache_salt"),
         )
         return {**request, "routing": {**routing, "dp_rank": dp_rank}}, instance
 

@@ -1,0 +1,61 @@
+"""`cache_salt` separates tenants: a prompt that one has cached is never served from the cache to another."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.doubles.tiny_models import make_tiny_model
+from tests.e2e.harness import Serve, eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+MODEL = "tiny"
+PROMPT = "what one tenant asks is not for the other to know; " * 8
+CACHED = len(PROMPT) // 16 * 16
+LAYOUTS = {"aggregated": {"workers": 2}, "disaggregated": {"prefill": 2, "decode": 1}}
+# The echo engine has no KV to hand off.
+SYSTEMS = [
+    (engine, layout, router)
+    for engine, layout in (("echo", "aggregated"), ("torch", "aggregated"), ("torch", "disaggregated"))
+    for router in ("round-robin", "kv")
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture(scope="module", params=SYSTEMS, ids=" ".join)
+def served(start_shared: Callable[..., Serve], model: Path, request: pytest.FixtureRequest) -> Iterator[Serve]:
+    engine, layout, router = request.param
+    flags = ("--model", str(model), "--name", MODEL, "--router", router)
+    serve = start_shared(Serve, *flags, engine=engine, **LAYOUTS[layout])
+    yield serve
+    serve.stop()
+
+
+def cached(serve: Serve, ending: str, salt: str | None = None) -> int:
+    extra = None if salt is None else {"cache_salt": salt}
+    answer = serve.client(strict=False).completions.create(
+        model=MODEL, prompt=PROMPT + ending, max_tokens=2, extra_body=extra
+    )
+    assert answer.usage is not None
+    details = answer.usage.prompt_tokens_details
+    return (details.cached_tokens or 0) if details is not None else 0
+
+
+def test_tenants_share_no_cached_prompt(served: Serve) -> None:
+    for tenant in ("alice", "bob", None):
+        assert cached(served, "a", tenant) == 0, f"{tenant} is served what another tenant has cached"
+        eventually(lambda tenant=tenant: cached(served, "b", tenant) >= CACHED, what=f"{tenant} has a cache")
+
+
+@pytest.mark.parametrize("served", [system for system in SYSTEMS if "kv" in system], indirect=True, ids=" ".join)
+def test_salted_prompts_go_where_they_are_cached(served: Serve) -> None:
+    for tenant in ("carol", "dave"):
+        eventually(lambda tenant=tenant: cached(served, "a", tenant) >= CACHED, what=f"{tenant} has a cache")
+        assert [cached(served, ending, tenant) >= CACHED for ending in "bcdefg"] == [True] * 6
