@@ -33,13 +33,17 @@ KINDS = {
     "no message": (CHAT, {"messages": []}, "messages"),
     "an unknown role": (CHAT, {"messages": [{"role": "unknown", "content": "Hello"}]}, "unknown"),
     "an empty prompt": (CHAT, {"messages": [{"role": "user", "content": ""}]}, "empty"),
-    "a prompt beyond the context": (COMPLETIONS, {"prompt": [65] * 256}, "256 tokens"),
+    "a prompt beyond the context": (COMPLETIONS, {"prompt": [65] * 256}, "model's maximum context length is 256"),
     "an answer beyond the context": (CHAT, {"max_tokens": 252}, "max_tokens"),
     "a minimum above the maximum": (COMPLETIONS, {"min_tokens": 5}, "min_tokens"),
     "a token that the model does not have": (COMPLETIONS, {"prompt": [258]}, "Invalid request"),
     "more choices than the engine generates": (CHAT, {"n": 17}, "n: "),
     "an option that no engine has": (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
     "an option that this engine lacks": (COMPLETIONS, {"echo": True}, "prompt_logprobs"),
+    "a list of tokens that no engine applies": (CHAT, {"allowed_token_ids": [65]}, "allowed_token_ids"),
+    "embeddings instead of a prompt": (COMPLETIONS, {"prompt_embeds": "A" * 200}, "prompt_embeds"),
+    "a thinking budget": (CHAT, {"nvext": {"max_thinking_tokens": 5}}, "max_thinking_tokens"),
+    "options of the media processor": (CHAT, {"mm_processor_kwargs": {"size": 5}}, "mm_processor_kwargs"),
     "an adapter": (CHAT, {"lora_name": "x"}, "lora_name"),
     "a response format": (CHAT, GUIDED, "guided_decoding.json"),
     "media": (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "image_url"),
@@ -144,7 +148,7 @@ def test_a_prompt_of_megabytes_is_refused_while_others_are_served(serve: Serve) 
         huge = pool.submit(serve.post, COMPLETIONS, {**GOOD[COMPLETIONS], "prompt": "x" * 4_000_000})
         while not huge.done():
             assert serve.post(CHAT, GOOD[CHAT])[0] == 200
-    assert_refusal(*huge.result(), "4000000 tokens")
+    assert_refusal(*huge.result(), "prompt has 4000000")
 
 
 def test_a_body_over_the_limit_of_the_frontend_is_refused(serve: Serve) -> None:

@@ -96,6 +96,16 @@ def test_max_completion_tokens_limits_like_max_tokens(serve: Serve) -> None:
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Hello", "length")
 
 
+@pytest.mark.parametrize("stop", [None, "l"], ids=["length", "stop"])
+def test_cached_tokens_are_counted_however_the_answer_ends(serve: Serve, stop: str | None) -> None:
+    prompt = f"{stop} ends what is cached: " * 20
+    for expected in (0, len(prompt) // 16 * 16):
+        answer = serve.client().completions.create(model="echo", prompt=prompt, max_tokens=200, stop=stop)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == expected
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("stop", "shown"), [("wor", "Hello, "), (["zzz", ".H"], "Hello, world"), ("o, w", "Hell")])
 def test_a_stop_string_ends_the_answer_and_is_not_shown(

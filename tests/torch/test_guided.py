@@ -270,6 +270,40 @@ def test_a_whitespace_pattern_is_used(compiler: GuideCompiler, tokenizer: Tokeni
     assert tokenizer.token_to_id("Ġ") not in allowed_by(guide)
 
 
+def test_an_empty_whitespace_pattern_allows_none(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
+    guided = GuidedDecoding(json={"type": "array", "items": {"type": "integer"}}, whitespace_pattern="")
+    guide = guide_of(compiler, guided)
+    follow(guide, tokenizer, "[1,")
+    assert tokenizer.token_to_id("Ġ") not in allowed_by(guide)
+
+
+def test_unknown_formats_are_annotations(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
+    properties = {
+        name: {"type": "string", "format": name} for name in ("password", "path", "binary", "uri-reference", "format")
+    }
+    nested = {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/f"}, {"type": "null"}]}}
+    schema = {
+        "type": "object",
+        "properties": {**properties, "nested": nested, "fixed": {"const": {"format": "kept"}}},
+        "required": [*properties, "nested", "fixed"],
+        "$defs": {"f": {"type": "string", "format": "decimal"}},
+    }
+    guide = guide_of(compiler, GuidedDecoding(json=schema, whitespace_pattern=""))
+    text = "".join(f'"{name}":"x",' for name in properties)
+    follow(guide, tokenizer, f'{{{text}"nested":["x",null],"fixed":{{"format":"kept"}}}}')
+
+
+def test_a_known_format_is_enforced(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
+    guide = guide_of(compiler, GuidedDecoding(json={"type": "string", "format": "date"}))
+    follow(guide, tokenizer, '"2026')
+    assert tokenizer.token_to_id("x") not in allowed_by(guide)
+
+
+def test_a_keyword_that_is_not_supported_is_named(compiler: GuideCompiler) -> None:
+    with pytest.raises(InvalidRequest, match='does not support the keywords "uniqueItems"'):
+        guide_of(compiler, GuidedDecoding(json={"type": "array", "uniqueItems": True}))
+
+
 def test_equal_requests_compile_once_and_have_separate_guides(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
     futures = [compiler.compile(GuidedDecoding(regex="(ab)+c")) for _ in range(5)]
     makes = [future.result(WAIT_S) for future in futures]
@@ -341,10 +375,11 @@ BAD = [
     ("grammar", GuidedDecoding(grammar="root ::= root")),
     ("grammar", GuidedDecoding(grammar='root ::= "a')),
     ("grammar", GuidedDecoding(grammar="start: nowhere")),
-    ("one shape", GuidedDecoding()),
-    ("one shape", GuidedDecoding(regex="a", choice=("b",))),
+    ("exactly one kind", GuidedDecoding()),
+    ("exactly one kind", GuidedDecoding(regex="a", choice=("b",))),
     ("structural_tag", GuidedDecoding(structural_tag={})),
     ("backend", GuidedDecoding(regex="a", backend="xgrammar")),
+    ("whitespace_pattern", GuidedDecoding(regex="a", whitespace_pattern="")),
 ]
 
 

@@ -15,6 +15,7 @@ from baton.protocol.outputs import (
     KvWanted,
     Logprobs,
     Output,
+    PromptCached,
     TokenDelta,
 )
 
@@ -26,6 +27,7 @@ class OutputStream:
     """
 
     __slots__ = (
+        "_cached",
         "_error",
         "_finished",
         "_handoff",
@@ -44,6 +46,7 @@ class OutputStream:
     def __init__(self, choices: int = 1) -> None:
         self._loop = asyncio.get_running_loop()
         self._open = choices
+        self._cached: PromptCached | None = None
         self._tokens: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[Logprobs]] = {}
         self._finished: list[Finished] = []
@@ -82,6 +85,10 @@ class OutputStream:
     def ended(self) -> bool:
         """Whether nothing more can be written."""
         return self._open == 0 or self._error is not None
+
+    def cached(self, tokens: int) -> None:
+        """Add how much of the prompt was in the prefix cache; it is read with the first tokens."""
+        self._cached = PromptCached(tokens)
 
     def push(self, token_ids: list[int], index: int = 0, logprobs: Logprobs | None = None) -> None:
         """Add new tokens of a choice; the stream owns the list from now on. Ignored after the end."""
@@ -184,16 +191,20 @@ class OutputStream:
         tokens, self._tokens = self._tokens, {}
         if tokens and self._writers:
             self._wake_writers()
-        if not self._urgent:
-            return [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
+        deltas = [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
         outputs: list[Output] = []
+        if self._cached is not None and deltas:
+            outputs.append(self._cached)
+            self._cached = None
+        if not self._urgent:
+            return [*outputs, *deltas] if outputs else list(deltas)
         if self._handoff is not None:
             outputs.append(self._handoff)
             self._handoff = None
         if self._kv is not None:
             outputs.append(self._kv)
             self._kv = None
-        outputs += [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
+        outputs += deltas
         outputs += self._finished
         self._finished = []
         self._urgent = self.ended  # every later read returns the end again

@@ -6,12 +6,17 @@ What passes can be submitted: engines do not repeat these checks. Knows no engin
 from collections.abc import Iterator, Mapping, Sequence
 
 from baton.errors import ContextTooLong, InvalidRequest, Unsupported
+from baton.handlers.unknown_options import unknown_options
 from baton.ports.engine import Capabilities, EngineInfo, Work
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
 from baton.protocol.requests import GenerateRequest
 
 MAX_TOKEN_DIGITS = 10
+# Of one answer: each log-probability of a prompt is an object in one message.
+MAX_PROMPT_LOGPROBS = 65_536
+MAX_STOP_TOKENS = 1024
+MAX_LOGIT_BIASES = 4096
 
 
 def admit(
@@ -27,6 +32,7 @@ def admit(
         raise Unsupported(problem)
     _check_prompt(request.token_ids, info, "token_ids", _max_prompt(info, info.context_length - 1))
     max_tokens = _max_tokens(request, info.context_length)
+    _check_sizes(request)
     _check_logit_bias(request.sampling.logit_bias or {}, info.vocab_size)
     routing = request.routing
     return Work(
@@ -42,6 +48,7 @@ def admit(
         dp_rank=routing.dp_rank if routing else None,
         lora_name=routing.lora_name if routing else None,
         cache_salt=request.cache_salt,
+        require_reasoning=bool(request.require_reasoning),
         trace_headers=trace_headers,
     )
 
@@ -69,8 +76,8 @@ def _check_prompt(tokens: Sequence[int], info: EngineInfo, field: str, max_lengt
         raise InvalidRequest(f"{field}: the prompt is empty")
     if max_length is not None and len(tokens) > max_length:
         raise ContextTooLong(
-            f"{field}: the prompt has {len(tokens)} tokens, and may have {max_length}: the context of this model is"
-            f" {info.context_length}"
+            f"{field}: this model's maximum context length is {info.context_length} tokens; the prompt has"
+            f" {len(tokens)} and may have {max_length}"
         )
     for token in (min(tokens), max(tokens)):
         if not _in_vocabulary(token, info.vocab_size):
@@ -90,6 +97,25 @@ def _no_such_token(token: int | str, vocab_size: int | None) -> str:
     return f"{token} is not a token of this model{size}"
 
 
+def _check_sizes(request: GenerateRequest) -> None:
+    """Refuse requests that cost more than their size suggests."""
+    stop, asked = request.stop, request.output.prompt_logprobs
+    entries = 0 if asked is None else len(request.token_ids) * (asked + 1)
+    if entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs: {asked} for each of {len(request.token_ids)} tokens are {entries} entries; at most"
+            f" {MAX_PROMPT_LOGPROBS} are returned"
+        )
+    stop_lists = (stop.stop_token_ids, stop.stop_token_ids_visible, stop.stop_token_ids_hidden)
+    counts = {
+        "stop_token_ids": (sum(len(tokens or ()) for tokens in stop_lists), MAX_STOP_TOKENS),
+        "logit_bias": (len(request.sampling.logit_bias or {}), MAX_LOGIT_BIASES),
+    }
+    for field, (count, limit) in counts.items():
+        if count > limit:
+            raise InvalidRequest(f"{field}: {count} tokens; at most {limit} are accepted")
+
+
 def _check_logit_bias(bias: Mapping[str, float], vocab_size: int | None) -> None:
     for key in bias:
         is_number = key.isascii() and key.isdigit() and len(key) <= MAX_TOKEN_DIGITS
@@ -103,7 +129,8 @@ def _max_tokens(request: GenerateRequest, context_length: int) -> int:
     rest = context_length - prompt
     if requested is not None and requested > rest:
         raise ContextTooLong(
-            f"max_tokens: {requested} tokens after a prompt of {prompt} exceed the context of {context_length}"
+            f"max_tokens: this model's maximum context length is {context_length} tokens; {requested} after a prompt of"
+            f" {prompt} exceed it"
         )
     limit = rest if requested is None else requested
     if (request.stop.min_tokens or 0) > limit:
@@ -112,6 +139,7 @@ def _max_tokens(request: GenerateRequest, context_length: int) -> int:
 
 
 def _unsupported(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+    yield from unknown_options(request)
     yield from _unsupported_sampling(request, can)
     yield from _unsupported_output(request, can)
     yield from _unsupported_routing(request, can)
@@ -127,11 +155,27 @@ def _unsupported_sampling(request: GenerateRequest, can: Capabilities) -> Iterat
         yield "best_of: this engine does not rank candidates"
     if sampling.use_beam_search:
         yield "use_beam_search: this engine has no beam search"
+    if sampling.length_penalty not in (None, 1.0):
+        yield "length_penalty: it ranks the beams of a beam search, which this engine does not have"
     if sampling.logit_bias and not can.logit_bias:
         yield "logit_bias: this engine has no logit bias"
-    for kind in sampling.guided_decoding.kinds() if sampling.guided_decoding else ():
+    if request.stop.max_thinking_tokens is not None and not can.max_thinking_tokens:
+        yield "max_thinking_tokens: this engine has no thinking budget"
+    yield from _unsupported_guide(request, can)
+
+
+def _unsupported_guide(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+    guided = request.sampling.guided_decoding
+    if guided is None:
+        return
+    kinds = guided.kinds()
+    for kind in kinds:
         if kind not in can.guided:
             yield f"guided_decoding.{kind}: this engine cannot guide its output by {kind}"
+    if not kinds and (guided.backend or guided.whitespace_pattern is not None):
+        yield "guided_decoding: there is no constraint to apply the backend or the whitespace pattern to"
+    if kinds and request.require_reasoning and not can.guides_after_reasoning:
+        yield "require_reasoning: this engine guides its output from the first token; it cannot reason before"
 
 
 def _unsupported_output(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
@@ -142,6 +186,9 @@ def _unsupported_output(request: GenerateRequest, can: Capabilities) -> Iterator
         yield f"logprobs: this engine returns at most {can.max_logprobs} alternatives, not {output.logprobs}"
     if output.prompt_logprobs is not None and not can.prompt_logprobs:
         yield "prompt_logprobs: this engine does not return log-probabilities of the prompt"
+    elif (output.prompt_logprobs or 0) > (can.max_logprobs or 0):
+        asked = output.prompt_logprobs
+        yield f"prompt_logprobs: this engine returns at most {can.max_logprobs} alternatives, not {asked}"
 
 
 def _unsupported_routing(request: GenerateRequest, can: Capabilities) -> Iterator[str]:

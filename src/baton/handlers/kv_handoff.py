@@ -16,7 +16,7 @@ from baton.errors import BatonError, Cancelled, PeerLost
 from baton.handlers.tickets import params_of
 from baton.ports.transfer import Claim, Lease, Producer
 from baton.protocol.handoff import Ticket
-from baton.protocol.outputs import Chunk, Finished, HandoffReady, KvComputed, KvWanted, Output, TokenDelta
+from baton.protocol.outputs import Chunk, Finished, HandoffReady, KvComputed, KvWanted, Output, PromptCached, TokenDelta
 from baton.request.tracker import TrackedRequest
 
 
@@ -146,6 +146,8 @@ class ConsumeByImport:
                 case TokenDelta() if not self._settled:
                     self._settled = True
                     self._claim.give_up()  # the engine had all of it in its prefix cache
+                case PromptCached() if self._claim.cached_tokens is not None:
+                    output = PromptCached(self._claim.cached_tokens)
                 case Finished() if self._claim.cached_tokens is not None:
                     output = msgspec.structs.replace(output, cached_tokens=self._claim.cached_tokens)
             others.append(output)

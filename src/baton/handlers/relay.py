@@ -10,7 +10,17 @@ from baton.handlers.kv_handoff import KvHandoff
 from baton.ports.engine import AbortableEngine, GenerateEngine, Work
 from baton.protocol.ids import RequestId
 from baton.protocol.lifecycle import State
-from baton.protocol.outputs import Chunk, Finished, HandoffReady, Logprobs, Output, TokenDelta, Usage
+from baton.protocol.outputs import (
+    Chunk,
+    Finished,
+    HandoffReady,
+    Logprobs,
+    Output,
+    PromptCached,
+    PromptLogprobs,
+    TokenDelta,
+    Usage,
+)
 from baton.request.tracker import RequestLimits, TrackedRequest
 
 log = logging.getLogger(__name__)
@@ -20,6 +30,8 @@ async def relay(
     engine: GenerateEngine, work: Work, tracked: TrackedRequest, limits: RequestLimits, handoff: KvHandoff | None = None
 ) -> AsyncGenerator[Chunk, None]:
     """Submit `work` and yield its chunks; the last one carries the finish reason and the usage.
+
+    The first one has the cached tokens too: a frontend that finds a stop string never reads the last.
 
     Chunks are sent as soon as there is something to send, but at most once every `flush_interval_s`: tokens that come
     faster are joined. When the iterator ends before the last chunk, the handoff has ended and the engine has confirmed
@@ -42,6 +54,8 @@ async def relay(
                 raise EngineFailed("the engine ended the stream without a finish reason")
             if handoff is not None:
                 outputs = handoff.filter(outputs)
+            if work.output.prompt_logprobs is not None:
+                await answer.read_prompt_logprobs(outputs)
             for chunk in answer.push(outputs):
                 yield chunk
     finally:
@@ -66,12 +80,20 @@ async def _release(
 class _Answer:
     """The chunks and the counts of one request."""
 
-    __slots__ = ("_tracked", "_work", "open_choices")
+    __slots__ = ("_prompt_logprobs", "_tracked", "_work", "open_choices")
 
     def __init__(self, work: Work, tracked: TrackedRequest) -> None:
         self._work = work
         self._tracked = tracked
+        self._prompt_logprobs: PromptLogprobs | None = None
         self.open_choices = work.sampling.n or 1
+
+    async def read_prompt_logprobs(self, outputs: list[Output]) -> None:
+        """Build the log-probabilities of the prompt in a thread: there may be tens of thousands."""
+        for output in outputs:
+            if isinstance(output, Finished) and output.prompt_logprobs is not None:
+                read = asyncio.to_thread(_by_token, self._work.token_ids, output.prompt_logprobs)
+                self._prompt_logprobs = await self._tracked.scope.wait(read)
 
     def push(self, outputs: list[Output]) -> list[Chunk]:
         """Return the chunks to send for `outputs`."""
@@ -87,8 +109,9 @@ class _Answer:
         return self._merge(outputs)
 
     def _merge(self, outputs: list[Output]) -> list[Chunk]:
-        """Return one chunk for each choice with output; the last chunk of all carries the usage."""
+        """Return one chunk for each choice with output; the first chunks and the last one carry the usage."""
         deltas: dict[int, TokenDelta] = {}
+        usage: Usage | None = None
         ends: list[Finished] = []
         handoffs: list[Chunk] = []
         for output in outputs:
@@ -96,12 +119,15 @@ class _Answer:
                 case TokenDelta():
                     deltas[output.index] = output
                     self._tracked.completion_tokens += len(output.token_ids)
+                case PromptCached():
+                    self._tracked.cached_tokens = output.tokens
+                    usage = Usage(self._tracked.prompt_tokens, 0, output.tokens)
                 case Finished():
                     ends.append(output)
                 case HandoffReady():
                     handoffs.append(Chunk([], disaggregated_params=output.params))
         last_chunks = [self._end_choice(end, deltas.pop(end.index, None)) for end in ends]
-        running = [Chunk(delta.token_ids, delta.index, delta.logprobs) for delta in deltas.values()]
+        running = [Chunk(delta.token_ids, delta.index, delta.logprobs, usage=usage) for delta in deltas.values()]
         return [*running, *handoffs, *last_chunks]
 
     def _end_choice(self, end: Finished, delta: TokenDelta | None) -> Chunk:
@@ -113,13 +139,13 @@ class _Answer:
         if not self.open_choices:
             usage = Usage(tracked.prompt_tokens, tracked.completion_tokens, tracked.cached_tokens)
         tokens, logprobs = (delta.token_ids, delta.logprobs) if delta else ([], None)
-        prompt = None if end.prompt_logprobs is None else _by_token(self._work.token_ids, end.prompt_logprobs)
+        prompt = None if end.prompt_logprobs is None else self._prompt_logprobs
         return Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage, prompt_logprobs=prompt)
 
 
-def _by_token(prompt: tuple[int, ...], logprobs: Logprobs) -> list[dict[str, dict[str, float]] | None]:
+def _by_token(prompt: tuple[int, ...], logprobs: Logprobs) -> PromptLogprobs:
     """Return one entry for each token of the prompt: None for the first, else its log-probability and alternatives."""
-    entries: list[dict[str, dict[str, float]] | None] = [None]
+    entries: PromptLogprobs = [None]
     for number, (token, chosen) in enumerate(zip(prompt[1:], logprobs.chosen, strict=True)):
         entry = {str(token): {"logprob": chosen}}
         for top in logprobs.top[number] if logprobs.top else ():

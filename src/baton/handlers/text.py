@@ -38,6 +38,7 @@ class TextHandler:
                 model=request.model,
                 stop=request.stop_conditions(),
                 sampling=request.sampling(),
+                extra_args=request.extra_args,
             )
             work = admit(inner, tracked.request_id, self._info, self._engine.capabilities, context.trace_headers)
             answer = _Answer(request, context, self._tokenizer, inner.choices)
@@ -54,7 +55,7 @@ class TextHandler:
         if request.messages is not None:
             if not request.messages:
                 raise InvalidRequest("messages: the list is empty")
-            return self._tokenizer.encode(self._tokenizer.render_chat(request.messages))
+            return self._tokenizer.encode(self._tokenizer.render_chat(request.messages, request.template_args))
         match request.prompt:
             case str(text) | (str(text),):
                 return self._tokenizer.encode(text)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -41,13 +41,14 @@ class HubTokenizer:
         """See `Tokenizer.decoder`."""
         return HubDecoder(self._tokenizer)
 
-    def render_chat(self, messages: Sequence[dict[str, object]]) -> str:
+    def render_chat(self, messages: Sequence[dict[str, object]], variables: Mapping[str, object] | None = None) -> str:
         """See `Tokenizer.render_chat`."""
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template; use /v1/completions")
         special = {key: value for key, value in self._settings.items() if key.endswith("_token")}
+        values = {**special, "add_generation_prompt": True, **(variables or {}), "messages": messages}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **special)
+            return self._template.render(values)
         except Exception as error:  # a template may raise anything for messages that it does not expect
             raise InvalidRequest(f"messages: {error}") from error
 

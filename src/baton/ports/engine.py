@@ -36,7 +36,8 @@ class HandoffStyle(enum.StrEnum):
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine can do, fixed before it starts. Handlers refuse what is not listed here.
 
-    An engine that `needs_kv` cannot compute prompts: it only continues from KV of another worker.
+    An engine that `needs_kv` cannot compute prompts: it only continues from KV of another worker. One with
+    `guides_after_reasoning` can let a model reason freely before its output follows a guide.
     """
 
     generate: bool = True
@@ -51,6 +52,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
     max_choices: int = 1
     guided: frozenset[str] = frozenset()
+    guides_after_reasoning: bool = False
+    max_thinking_tokens: bool = False
     logit_bias: bool = False
     lora: bool = False
     memory_tags: frozenset[str] = frozenset()
@@ -104,6 +107,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int | None = None
     lora_name: str | None = None
     cache_salt: str | None = None
+    require_reasoning: bool = False
     trace_headers: Mapping[str, str] = {}
 
 

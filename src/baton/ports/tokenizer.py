@@ -1,6 +1,6 @@
 """The tokenizer, for workers with text input. Calls are slow for long texts: run them off the event loop."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -20,8 +20,11 @@ class Tokenizer(Protocol):
     def decoder(self) -> Decoder:
         """Return a decoder for a new answer; special tokens are left out of its text."""
 
-    def render_chat(self, messages: Sequence[dict[str, object]]) -> str:
-        """Return the prompt for a chat. Raises InvalidRequest if the template cannot render the messages."""
+    def render_chat(self, messages: Sequence[dict[str, object]], variables: Mapping[str, object] | None = None) -> str:
+        """Return the prompt for a chat; `variables` are the client's own for the template.
+
+        Raises InvalidRequest if the template cannot render the messages.
+        """
 
 
 class TextEncoder(Protocol):

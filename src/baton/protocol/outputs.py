@@ -4,6 +4,9 @@ import enum
 
 import msgspec
 
+# For each token of a prompt: its alternatives by token id; None for the first.
+PromptLogprobs = list[dict[str, dict[str, float]] | None]
+
 
 class FinishReason(enum.StrEnum):
     """The finish reasons of the wire format. A failure is an error, not a finish reason."""
@@ -37,6 +40,12 @@ class TokenDelta(msgspec.Struct, frozen=True):
     token_ids: list[int]
     index: int = 0
     logprobs: Logprobs | None = None
+
+
+class PromptCached(msgspec.Struct, frozen=True, gc=False):
+    """How many tokens of the prompt were in the prefix cache. Comes once, with the first tokens."""
+
+    tokens: int
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -73,7 +82,7 @@ class KvWanted(msgspec.Struct, frozen=True):
     blocks: tuple[int, ...]
 
 
-Output = TokenDelta | HandoffReady | KvComputed | KvWanted | Finished
+Output = PromptCached | TokenDelta | HandoffReady | KvComputed | KvWanted | Finished
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
@@ -85,7 +94,10 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """One message from worker to frontend: new tokens of one choice; the last has the finish reason and the usage."""
+    """One message from worker to frontend: new tokens of one choice; the last has the finish reason.
+
+    The first and the last have the usage: a frontend that finds a stop string reads no further.
+    """
 
     token_ids: list[int]
     index: int = 0
@@ -94,7 +106,5 @@ class Chunk(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     usage: Usage | None = msgspec.field(default=None, name="completion_usage")
     disaggregated_params: dict[str, object] | None = None
-    prompt_logprobs: list[dict[str, dict[str, float]] | None] | None = msgspec.field(
-        default=None, name="engine_data.prompt_logprobs"
-    )
+    prompt_logprobs: PromptLogprobs | None = msgspec.field(default=None, name="engine_data.prompt_logprobs")
     encoder_result: dict[str, object] | None = None

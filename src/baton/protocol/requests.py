@@ -122,6 +122,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap: Bootstrap | None = msgspec.field(default=None, name="bootstrap_info")
     media: dict[str, tuple[MediaItem, ...]] | None = msgspec.field(default=None, name="multi_modal_data")
     encoder_result: dict[str, object] | None = None
+    require_reasoning: bool | None = None
     extra_args: dict[str, object] | None = None
     extra: Extra = extra_field()
 

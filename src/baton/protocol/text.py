@@ -1,5 +1,6 @@
 """The text format: an OpenAI body in, OpenAI chunks out, for workers that own the tokenizer."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -19,9 +20,29 @@ from baton.protocol.requests import (
     TokenId,
 )
 
+# Fields of OpenAI's requests that change no text.
+_INFORMATION = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+
 
 class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat or a completion request in OpenAI's format. Exactly one of `messages` and `prompt` is set."""
+    """A chat or a completion request in OpenAI's format. Exactly one of `messages` and `prompt` is set.
+
+    `chat_template_args` is the frontend's name for `chat_template_kwargs`; it holds `reasoning_effort` too. `unknown`
+    are the keys that have no field here.
+    """
 
     model: str
     messages: tuple[dict[str, object], ...] | None = None
@@ -55,10 +76,22 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: dict[str, object] | None = None
+    stop_token_ids: tuple[TokenId, ...] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    tool_choice: object = None
+    modalities: tuple[str, ...] | None = None
+    cache_salt: str | None = None
+    chat_template_args: dict[str, object] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    nvext: dict[str, object] | None = None
+    unknown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.prompt is None):
             raise ValueError("a request has either `messages` or `prompt`")
+        if len(self.stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in self.stops):
+            raise ValueError(f"`stop`: at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -71,8 +104,21 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the answer ends with its token counts: a stream does only on request."""
         return not self.stream or bool((self.stream_options or {}).get("include_usage"))
 
+    @property
+    def template_args(self) -> dict[str, object]:
+        """The client's own variables for the chat template."""
+        return {**(self.chat_template_args or {}), **(self.chat_template_kwargs or {})}
+
+    @property
+    def extra_args(self) -> dict[str, object]:
+        """The extensions of the request, as a request in token format has them."""
+        extensions = dict(self.nvext or {})
+        if self.cache_salt:
+            extensions["cache_salt"] = self.cache_salt
+        return {"nvext": extensions}
+
     def token_format_only(self) -> list[str]:
-        """Return the options in use that need the frontend's own tokenizer and parsers."""
+        """Return the options in use that need the frontend's own tokenizer and parsers, or that nothing applies."""
         in_use = {
             "logprobs": self.logprobs is not None and self.logprobs is not False,
             "top_logprobs": self.top_logprobs is not None,
@@ -85,13 +131,23 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
             "guided_grammar": self.guided_grammar is not None,
             "echo": bool(self.echo),
             "suffix": bool(self.suffix),
+            "include_stop_str_in_output": bool(self.include_stop_str_in_output),
+            "skip_special_tokens": self.skip_special_tokens is False,
+            "tool_choice": self.tool_choice not in (None, "none", "auto"),
+            "modalities": self.modalities not in (None, ("text",)),
         }
-        return [*(name for name, is_used in in_use.items() if is_used), *_media_types(self.messages or ())]
+        used = (name for name, is_used in in_use.items() if is_used)
+        return [*used, *_media_types(self.messages or ()), *self.unknown]
 
     def stop_conditions(self) -> StopConditions:
         """Return the stop conditions of the engine; stop strings are matched on its text."""
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return StopConditions(max_tokens=limit, min_tokens=self.min_tokens, ignore_eos=self.ignore_eos)
+        return StopConditions(
+            max_tokens=limit,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+        )
 
     def sampling(self) -> Sampling:
         """Return how tokens are sampled."""
@@ -133,7 +189,13 @@ def decode_text(raw: object) -> TextRequest:
     """Return the request that an OpenAI body describes. Raises DecodeError."""
     if not isinstance(raw, dict):
         raise DecodeError(f"Expected `object`, got `{type(raw).__name__}` - at `$`")
-    return convert(raw, TextRequest)
+    request = convert({key: value for key, value in raw.items() if key != "unknown"}, TextRequest)
+    return msgspec.structs.replace(request, unknown=_unknown_keys(raw))
+
+
+def _unknown_keys(raw: Mapping[str, object]) -> tuple[str, ...]:
+    known = _INFORMATION.union(TextRequest.__struct_fields__) - {"unknown"}
+    return tuple(key for key, value in raw.items() if key not in known and value is not None)
 
 
 def encode_text(chunk: TextChunk) -> Wire:

@@ -128,6 +128,20 @@ class EngineContract(EngineSuite):
 
         self._run(body())
 
+    def test_cached_tokens_come_with_the_first_tokens_and_with_the_end(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                length = 4 * session.info.block_size
+                for _ in range(2):
+                    work = self.work(session.info, length=length, tokens=4)
+                    answer = await read_to_the_end(session.engine.submit(work))
+                    assert answer.ends[0] is not None
+                    assert answer.cached is not None
+                    assert answer.cached == answer.ends[0].cached_tokens
+                    assert answer.cached <= length
+
+        self._run(body())
+
     def test_requests_in_one_batch_do_not_mix(self) -> None:
         async def body() -> None:
             async with self._session() as session:

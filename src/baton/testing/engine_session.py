@@ -2,7 +2,7 @@
 
 from baton.ports.engine import EngineInfo, GenerateEngine, KvImportEngine, Stream
 from baton.protocol.events import LoadSnapshot, Reading
-from baton.protocol.outputs import Finished, Output, TokenDelta
+from baton.protocol.outputs import Finished, Output, PromptCached, TokenDelta
 from baton.testing.bounded import eventually
 
 
@@ -12,6 +12,7 @@ class Answer:
     def __init__(self, choices: int = 1) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(choices)]
         self.ends: list[Finished | None] = [None] * choices
+        self.cached: int | None = None
         self.reads = 0
 
     def add(self, outputs: list[Output]) -> None:
@@ -19,7 +20,11 @@ class Answer:
         self.reads += 1
         seen: set[int] = set()
         for output in outputs:
-            if isinstance(output, TokenDelta):
+            if isinstance(output, PromptCached):
+                assert self.cached is None, "the cached tokens are reported once"
+                assert not any(self.tokens), "the cached tokens come with the first tokens"
+                self.cached = output.tokens
+            elif isinstance(output, TokenDelta):
                 assert output.index not in seen, "one read has at most one delta for each choice"
                 assert output.token_ids, "a delta has tokens"
                 assert self.ends[output.index] is None, "no tokens after the end of a choice"

@@ -11,7 +11,7 @@ from baton.ports.observer import RequestRecord
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
-from baton.protocol.outputs import Finished, HandoffReady, KvComputed, KvWanted, Output, TokenDelta
+from baton.protocol.outputs import Finished, HandoffReady, KvComputed, KvWanted, Output, PromptCached, TokenDelta
 
 Step = Output | BatonError | asyncio.Event | float
 Script = Sequence[Step]
@@ -143,22 +143,14 @@ class ScriptedEngine:
         for step in script:
             self._steps += 1
             match step:
-                case TokenDelta():
-                    stream.push(list(step.token_ids), step.index, step.logprobs)
-                case Finished():
-                    stream.finish(step.reason, step.index, step.stop_reason, step.cached_tokens)
-                case HandoffReady():
-                    stream.hand_off(step.params)
-                case KvComputed():
-                    stream.computed(step)
-                case KvWanted():
-                    stream.want(step)
                 case BatonError():
                     stream.fail(step)
                 case asyncio.Event():
                     await step.wait()
-                case pause_s:
-                    await asyncio.sleep(pause_s)
+                case float() | int():
+                    await asyncio.sleep(step)
+                case output:
+                    _write(output, stream)
         if stream.ended:
             self._open.pop(request_id, None)
 
@@ -178,3 +170,19 @@ class RecordingObserver:
     def finished(self, record: RequestRecord) -> None:
         """See `Observer.finished`."""
         self.records.append(record)
+
+
+def _write(output: Output, stream: OutputStream) -> None:
+    match output:
+        case TokenDelta():
+            stream.push(list(output.token_ids), output.index, output.logprobs)
+        case PromptCached():
+            stream.cached(output.tokens)
+        case Finished():
+            stream.finish(output.reason, output.index, output.stop_reason, output.cached_tokens)
+        case HandoffReady():
+            stream.hand_off(output.params)
+        case KvComputed():
+            stream.computed(output)
+        case KvWanted():
+            stream.want(output)

@@ -41,7 +41,7 @@ REFUSALS: list[tuple[dict[str, Any], Capabilities, type[BatonError], str]] = [
     ({"sampling_options": {"logit_bias": {"-1": 1.0}}}, EVERYTHING, InvalidRequest, "logit_bias: '-1'"),
     ({"sampling_options": {"logit_bias": {"²": 1.0}}}, EVERYTHING, InvalidRequest, "logit_bias: '²'"),
     ({"multi_modal_data": {"video_url": ["https://a"]}}, EVERYTHING, Unsupported, "multi_modal_data.video_url"),
-    ({"token_ids": [1] * 100}, EVERYTHING, ContextTooLong, "prompt has 100 tokens"),
+    ({"token_ids": [1] * 100}, EVERYTHING, ContextTooLong, "the prompt has 100"),
     ({"stop_conditions": {"max_tokens": 98}}, EVERYTHING, ContextTooLong, "max_tokens"),
     ({"stop_conditions": {"max_tokens": 5, "min_tokens": 6}}, EVERYTHING, InvalidRequest, "min_tokens"),
     ({"stop_conditions": {"min_tokens": 98}}, EVERYTHING, InvalidRequest, "min_tokens"),
@@ -123,7 +123,7 @@ def test_a_prompt_beyond_the_context_may_be_encoded() -> None:
         (((1,), ()), InvalidRequest, r"input\[8\]: the prompt is empty"),
         (((1,), (5, 1000)), InvalidRequest, r"input\[8\]\[1\]: 1000 is not a token"),
         (((1,), (5, -1)), InvalidRequest, r"input\[8\]\[1\]: -1 is not a token"),
-        (((1,) * 101,), ContextTooLong, r"input\[7\]: .*101 tokens"),
+        (((1,) * 101,), ContextTooLong, r"input\[7\]: .*the prompt has 101"),
     ],
 )
 def test_inputs_to_embed_are_checked_as_any_other(

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Letters:
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
-    def render_chat(self, messages: Sequence[dict[str, object]]) -> str:
+    def render_chat(self, messages: Sequence[dict[str, object]], variables: Mapping[str, object] | None = None) -> str:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 
@@ -203,6 +203,13 @@ def test_a_prompt_is_one_text_or_one_list_of_tokens(prompt: object) -> None:
         ({"prompt": "hi", "response_format": {"type": "json_object"}}, Unsupported, "response_format"),
         ({"prompt": "hi", "logit_bias": {"5": 1.0}}, Unsupported, "logit_bias"),
         ({"prompt": "hi", "n": 2}, Unsupported, "n:"),
+        ({"prompt": "hi", "frobnicate": 0}, Unsupported, "frobnicate"),
+        ({"prompt": "hi", "include_stop_str_in_output": True}, Unsupported, "include_stop_str_in_output"),
+        ({"prompt": "hi", "skip_special_tokens": False}, Unsupported, "skip_special_tokens"),
+        ({"prompt": "hi", "tool_choice": "required"}, Unsupported, "tool_choice"),
+        ({"prompt": "hi", "modalities": ["audio"]}, Unsupported, "modalities"),
+        ({"prompt": "hi", "length_penalty": 2.0}, Unsupported, "length_penalty"),
+        ({"prompt": "hi", "unknown": ["x"]}, Unsupported, "unknown"),
     ],
 )
 def test_an_unsupported_request_is_refused_by_field(body: dict[str, Any], error: type[BatonError], field: str) -> None:
@@ -226,6 +233,8 @@ def test_an_unsupported_request_is_refused_by_field(body: dict[str, Any], error:
         ({"model": "m", "prompt": "hi", "max_tokens": 0}, "max_tokens"),
         ({"model": "m", "prompt": "hi", "temperature": "hot"}, "temperature"),
         ({"model": "m", "messages": "hi"}, "messages"),
+        ({"model": "m", "prompt": "hi", "stop": ["x"] * 65}, "stop"),
+        ({"model": "m", "prompt": "hi", "stop": "x" * 1025}, "stop"),
     ],
 )
 def test_a_body_that_does_not_decode_names_the_field(body: dict[str, Any], field: str) -> None:
@@ -237,6 +246,32 @@ def test_a_body_that_does_not_decode_names_the_field(body: dict[str, Any], field
 def test_a_body_that_is_no_object_is_refused(body: object) -> None:
     with pytest.raises(DecodeError, match="Expected `object`"):
         decode_text(body)
+
+
+def test_fields_that_change_no_text_are_accepted() -> None:
+    information = {"user": "u", "metadata": {}, "store": False, "service_tier": "auto", "parallel_tool_calls": True}
+    assert text_of(answer([*spell("abc"), END], **information, tool_choice="none", frobnicate=None)) == "abc"
+
+
+def test_template_variables_stop_tokens_and_the_cache_salt_are_applied() -> None:
+    class Template(Letters):
+        def render_chat(
+            self, messages: Sequence[dict[str, object]], variables: Mapping[str, object] | None = None
+        ) -> str:
+            return json.dumps(variables)
+
+    async def body() -> None:
+        engine = ScriptedEngine([END])
+        harness = TextHarness(engine, tokenizer=Template())
+        chat = {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [7], "nvext": {"cache_salt": "a"}}
+        await harness.chunks(model="m", chat_template_args={"x": 1}, **chat)
+        await harness.chunks(model="m", chat_template_kwargs={"y": 2}, cache_salt="b", **chat)
+        prompts = ["".join(map(chr, work.token_ids)) for work in engine.submitted]
+        assert prompts == ['{"x": 1}', '{"y": 2}']
+        assert [work.stop.stop_token_ids for work in engine.submitted] == [(7,), (7,)]
+        assert [work.cache_salt for work in engine.submitted] == ["a", "b"]
+
+    run_bounded(body())
 
 
 def test_empty_stop_strings_are_ignored() -> None:

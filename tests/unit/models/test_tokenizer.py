@@ -23,6 +23,7 @@ def directory(tmp_path: Path) -> Path:
 def test_template_file_is_used_without_a_template_in_the_configuration(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert HubTokenizer(directory).render_chat(MESSAGES) == "hi!"
+    assert HubTokenizer(directory).render_chat(MESSAGES, {"messages": []}) == "hi!"
 
 
 def test_template_with_a_syntax_error_is_refused(directory: Path) -> None:

@@ -96,6 +96,8 @@ class _Sequence:
         """Generate the next `count` tokens of every choice; return whether the sequence has ended."""
         prompt, start = self.work.token_ids, self.produced
         size, stop = len(prompt), start + count
+        if start == 0:
+            self.stream.cached(self.cached_tokens)
         for index, ending in enumerate(self.endings):
             if start >= ending.length:
                 continue

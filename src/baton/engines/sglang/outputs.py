@@ -15,12 +15,16 @@ BUSY = (429, 503)
 
 
 class ChoiceUpdate(NamedTuple):
-    """What one chunk adds to a choice. With `cut`, the engine still generates and must be aborted."""
+    """What one chunk adds to a choice. With `cut`, the engine still generates and must be aborted.
+
+    The first tokens come with the `cached_tokens` of the prompt.
+    """
 
     token_ids: list[int]
     logprobs: Logprobs | None = None
     end: Finished | BatonError | None = None
     cut: bool = False
+    cached_tokens: int | None = None
 
 
 class Choice:
@@ -43,15 +47,16 @@ class Choice:
             return ChoiceUpdate([], None, self._failure(finish))
         ids = chunk.get("output_ids") or []
         start = 0 if self._incremental else self._seen
+        cached = None if self._seen else meta.get("cached_tokens")
         fresh = list(ids[start:])
         if self._is_plain and finish is None:  # nearly always
             self._seen += len(fresh)
-            return ChoiceUpdate(fresh)
+            return ChoiceUpdate(fresh, cached_tokens=cached)
         kept, cut = self._kept(fresh)
         end = self._cut_end(kept, meta) if cut else self._end(finish, meta)
         logprobs = self._logprobs(meta, start, len(kept))
         self._seen += len(kept)
-        return ChoiceUpdate(kept, logprobs, end, cut and finish is None)
+        return ChoiceUpdate(kept, logprobs, end, cut and finish is None, cached)
 
     def _kept(self, fresh: list[int]) -> tuple[list[int], bool]:
         """Return the tokens up to a stop token that SGLang ignores, and whether there is one."""

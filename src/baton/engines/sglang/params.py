@@ -49,6 +49,7 @@ def request_fields(work: Work, rid: str, index: int, setting: Setting) -> dict[s
         "logprob_start_len": -1 if prompt_logprobs is None else 0,
         "priority": work.priority or None,
         "lora_path": work.lora_name,
+        "require_reasoning": work.require_reasoning or None,
         "max_thinking_tokens": work.stop.max_thinking_tokens,
         "external_trace_header": dict(work.trace_headers) or None,
         setting.dialect.dp_rank: work.dp_rank,

@@ -157,6 +157,8 @@ class Requests:
     def _deliver(self, request: _Request, rid: str, index: int, update: ChoiceUpdate) -> None:
         stream = request.stream
         if update.token_ids:
+            if not request.begun and update.cached_tokens is not None:
+                stream.cached(update.cached_tokens)
             request.begun = True
             stream.push(update.token_ids, index, update.logprobs)
         if isinstance(end := update.end, Finished):

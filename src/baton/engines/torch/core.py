@@ -25,13 +25,17 @@ MAX_FAILED_STEPS = 3
 
 
 class SampledToken(NamedTuple):
-    """One token of one choice, and the end of that choice if this was its last."""
+    """One token of one choice, and the end of that choice if this was its last.
+
+    The first token of a request has its `cached_tokens`.
+    """
 
     request_id: RequestId
     choice: int
     token: int
     logprobs: Logprobs | None
     finished: Finished | None
+    cached_tokens: int | None
 
 
 class FailedRequest(NamedTuple):
@@ -211,7 +215,11 @@ class Core:
             else:
                 self.scheduler.end(sequence)
             finished = self._finished(sequence, *end)
-        self._sampled.append(SampledToken(request_id, sequence.index, sampled.token, sampled.logprobs, finished))
+        is_first = sequence.index == 0 and sequence.generated == 1
+        cached = sequence.cached_tokens if is_first else None
+        self._sampled.append(
+            SampledToken(request_id, sequence.index, sampled.token, sampled.logprobs, finished, cached)
+        )
 
     def _finished(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> Finished:
         choices = self._requests[sequence.work.request_id]

@@ -250,6 +250,8 @@ class TorchEngine:
         for sampled in result.sampled:
             stream = self._streams.get(sampled.request_id)
             if stream is not None:
+                if sampled.cached_tokens is not None:
+                    stream.cached(sampled.cached_tokens)
                 stream.push([sampled.token], sampled.choice, sampled.logprobs)
                 if sampled.finished is not None:
                     self._finish(sampled.request_id, stream, sampled.finished)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from baton.engines.torch.json_schema import explained, without_unknown_formats
 from baton.engines.torch.sampling_params import Guide
 from baton.errors import BatonError, EngineDead, InvalidRequest, Unsupported
 from baton.protocol.requests import GuidedDecoding
@@ -159,7 +160,7 @@ class GuideCompiler:
         )
         template = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
         if template.is_error():
-            raise InvalidRequest(f"guided_decoding.{kind}: {_brief(template.get_error())}")
+            raise InvalidRequest(f"guided_decoding.{kind}: {explained(_brief(template.get_error()))}")
         copying = threading.Lock()
 
         def make() -> Guide:
@@ -217,6 +218,8 @@ def _only_kind(guided: GuidedDecoding) -> str:
         raise Unsupported("guided_decoding.structural_tag: this engine does not support structural tags")
     if guided.backend not in _BACKENDS:
         raise Unsupported(f"guided_decoding.backend: {guided.backend[:32]!r} is not in this engine; leave it out")
+    if guided.whitespace_pattern is not None and kinds[0] != "json":
+        raise InvalidRequest(f"guided_decoding.whitespace_pattern: it applies to json, not to {kinds[0]}")
     return kinds[0]
 
 
@@ -226,9 +229,9 @@ def _grammar(guided: GuidedDecoding, kind: str) -> str:
 
     match kind:
         case "json":
-            schema = _schema_text(guided.json)
+            whitespace = _WHITESPACE if guided.whitespace_pattern is None else guided.whitespace_pattern
             return LLMatcher.grammar_from_json_schema(
-                schema, overrides={"whitespace_pattern": guided.whitespace_pattern or _WHITESPACE}
+                _schema_text(guided.json), overrides={"whitespace_pattern": whitespace}
             )
         case "regex":
             return LLMatcher.grammar_from_regex(_bounded(kind, guided.regex or "", MAX_REGEX_BYTES))
@@ -251,7 +254,7 @@ def _schema_text(schema: object) -> str:
         schema = {"type": "object"}
     if not isinstance(schema, dict):
         raise InvalidRequest("guided_decoding.json: a schema is an object, or true for any JSON object")
-    text = _bounded("json", msgspec.json.encode(schema).decode(), MAX_SCHEMA_BYTES)
+    text = _bounded("json", msgspec.json.encode(without_unknown_formats(schema)).decode(), MAX_SCHEMA_BYTES)
     _limit("json", "references", text.count('"$ref"'), MAX_REFERENCES)
     return text
 

@@ -109,6 +109,7 @@ class TrtllmEngine:
             prompt_logprobs=not self._disaggregated,  # generation-only requests do not compute the prompt
             max_choices=MAX_CHOICES,
             guided=GUIDES if self._tree.get("guided_decoding_backend") else frozenset(),
+            max_thinking_tokens=True,  # of models whose end of reasoning the engine knows: it refuses the others
             logit_bias=True,
             lora=bool(self._tree.get("enable_lora") or self._tree.get("lora_config")),
             dp_size=dp_size(self._tree),

@@ -50,12 +50,14 @@ class ResultReader:
         if index in self._ended:
             return
         ends = result.finished or output.finish_reason is not None
+        cached = min(len(self._work.token_ids), max(0, result.cached_tokens))
+        if not self._pushed:
+            self._stream.cached(cached)
         self._push_new(output, index, ends)
         if ends:
             self._ended.add(index)
             reason, stop_reason = self._finish_reason(output)
             prompt_logprobs = self._prompt_logprobs(output) if index == 0 else None
-            cached = min(len(self._work.token_ids), max(0, result.cached_tokens))
             self._stream.finish(reason, index, stop_reason, cached, prompt_logprobs)
 
     def _push_new(self, output: CompletionOutput, index: int, ends: bool) -> None:

@@ -23,7 +23,7 @@ from baton.ports.engine import HandoffStyle, Work
 from baton.protocol.commands import ListLoras, LoadLora, Pause, UnloadLora
 from baton.protocol.events import KvStored, LoadSnapshot
 from baton.protocol.ids import new_request_id
-from baton.protocol.outputs import Finished, FinishReason
+from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 from baton.testing import eventually, run_bounded, running
 from baton.testing.engine_session import Session, read_to_the_end
@@ -340,7 +340,8 @@ def test_log_probabilities_of_prompt_and_output_are_the_engines(version: str) ->
             assert end.prompt_logprobs is not None
             assert len(end.prompt_logprobs.chosen) == 2
             assert end.prompt_logprobs.top == ()
-            best = [[entry.rank for entry in position] for delta in outputs[:-1] for position in delta.logprobs.top]
+            deltas = [output for output in outputs if isinstance(output, TokenDelta)]
+            best = [[entry.rank for entry in position] for delta in deltas for position in delta.logprobs.top]
             assert best == [[1, 2], [1, 2]]
 
     run_bounded(body())

@@ -13,7 +13,7 @@ from baton.errors import EngineFailed
 from baton.ports.engine import Work
 from baton.protocol.handoff import Produce
 from baton.protocol.ids import new_request_id
-from baton.protocol.outputs import Finished, FinishReason, HandoffReady, Logprobs, TokenDelta
+from baton.protocol.outputs import Finished, FinishReason, HandoffReady, Logprobs, PromptCached, TokenDelta
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 from baton.testing import run_bounded
 from tests.doubles.trtllm import World, make_library
@@ -61,9 +61,10 @@ class Case:
             setattr(self.output, name, value)
         self.reader.push(self.result)
         try:
-            return await asyncio.wait_for(self.stream.read(), 0.01)
+            outputs = await asyncio.wait_for(self.stream.read(), 0.01)
         except TimeoutError:
             return []
+        return [output for output in outputs if not isinstance(output, PromptCached)]
 
 
 def score(logprob: float, rank: int | None = None) -> Any:
