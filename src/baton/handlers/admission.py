@@ -179,16 +179,14 @@ def _unsupported_guide(request: GenerateRequest, can: Capabilities) -> Iterator[
 
 
 def _unsupported_output(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
-    output = request.output
-    if output.logprobs is not None and can.max_logprobs is None:
+    output, limit = request.output, can.max_logprobs
+    if output.logprobs is not None and limit is None:
         yield "logprobs: this engine does not return log-probabilities"
-    elif output.logprobs is not None and output.logprobs > (can.max_logprobs or 0):
-        yield f"logprobs: this engine returns at most {can.max_logprobs} alternatives, not {output.logprobs}"
     if output.prompt_logprobs is not None and not can.prompt_logprobs:
         yield "prompt_logprobs: this engine does not return log-probabilities of the prompt"
-    elif (output.prompt_logprobs or 0) > (can.max_logprobs or 0):
-        asked = output.prompt_logprobs
-        yield f"prompt_logprobs: this engine returns at most {can.max_logprobs} alternatives, not {asked}"
+    for name, asked in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
+        if (asked or 0) > (limit or 0):
+            yield f"{name}: this engine returns at most {limit} alternatives, not {asked}"
 
 
 def _unsupported_routing(request: GenerateRequest, can: Capabilities) -> Iterator[str]:

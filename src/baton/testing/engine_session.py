@@ -18,23 +18,25 @@ class Answer:
     def add(self, outputs: list[Output]) -> None:
         """Add the outputs of one read."""
         self.reads += 1
-        seen: set[int] = set()
+        deltas = [output for output in outputs if isinstance(output, TokenDelta)]
+        assert len({delta.index for delta in deltas}) == len(deltas), "one read has at most one delta for each choice"
         for output in outputs:
-            if isinstance(output, PromptCached):
-                assert self.cached is None, "the cached tokens are reported once"
-                assert not any(self.tokens), "the cached tokens come with the first tokens"
-                self.cached = output.tokens
-            elif isinstance(output, TokenDelta):
-                assert output.index not in seen, "one read has at most one delta for each choice"
-                assert output.token_ids, "a delta has tokens"
-                assert self.ends[output.index] is None, "no tokens after the end of a choice"
-                if output.logprobs is not None:
-                    assert len(output.logprobs.chosen) == len(output.token_ids), "one logprob for each token"
-                seen.add(output.index)
-                self.tokens[output.index] += output.token_ids
-            elif isinstance(output, Finished):
-                assert self.ends[output.index] is None, "a choice ends once"
-                self.ends[output.index] = output
+            match output:
+                case PromptCached():
+                    assert (self.cached, any(self.tokens)) == (None, False), "once, with the first tokens"
+                    self.cached = output.tokens
+                case TokenDelta():
+                    self._add_delta(output)
+                case Finished():
+                    assert self.ends[output.index] is None, "a choice ends once"
+                    self.ends[output.index] = output
+
+    def _add_delta(self, delta: TokenDelta) -> None:
+        assert delta.token_ids, "a delta has tokens"
+        assert self.ends[delta.index] is None, "no tokens after the end of a choice"
+        if delta.logprobs is not None:
+            assert len(delta.logprobs.chosen) == len(delta.token_ids), "one logprob for each token"
+        self.tokens[delta.index] += delta.token_ids
 
 
 class Session:

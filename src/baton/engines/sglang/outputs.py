@@ -47,7 +47,7 @@ class Choice:
             return ChoiceUpdate([], None, self._failure(finish))
         ids = chunk.get("output_ids") or []
         start = 0 if self._incremental else self._seen
-        cached = None if self._seen else meta.get("cached_tokens")
+        cached = self._cached(meta)
         fresh = list(ids[start:])
         if self._is_plain and finish is None:  # nearly always
             self._seen += len(fresh)
@@ -57,6 +57,9 @@ class Choice:
         logprobs = self._logprobs(meta, start, len(kept))
         self._seen += len(kept)
         return ChoiceUpdate(kept, logprobs, end, cut and finish is None, cached)
+
+    def _cached(self, meta: Chunk) -> int | None:
+        return None if self._seen else meta.get("cached_tokens")
 
     def _kept(self, fresh: list[int]) -> tuple[list[int], bool]:
         """Return the tokens up to a stop token that SGLang ignores, and whether there is one."""
