@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import openai
 import psutil
@@ -230,6 +231,20 @@ def test_a_frontend_that_dies_is_replaced(start: Callable[..., Serve]) -> None:
     eventually(serve.is_ready, 30, "a new frontend")
     status, _ = serve.post(CHAT, body("Hello", 4))
     assert status == 200
+    serve.stop()
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(start: Callable[..., Serve], tmp_path: Path) -> None:
+    logs, moved = tmp_path / "logs", tmp_path / "moved"
+    serve = start(Serve, "--log-dir", str(logs))
+    victim = serve.worker()
+    logs.rename(moved)
+    logs.write_text("a file where the log directory was")
+    victim.kill()
+    eventually(lambda: "cannot start worker-0" in serve.process.output.read_text(), what="a start that fails")
+    logs.unlink()
+    moved.rename(logs)
+    assert_replaced(serve, 0, victim.pid)
     serve.stop()
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from baton.errors import EngineDead
+
 LOG_TAIL_BYTES = 4000
 
 
@@ -35,7 +37,10 @@ class Process:
         return self._popen.pid if self._popen is not None and self._popen.returncode is None else None
 
     async def start(self, watchdog_s: float) -> None:
-        """Start the process. From the time it is ready it must send a heartbeat every `watchdog_s`."""
+        """Start the process. From the time it is ready it must send a heartbeat every `watchdog_s`.
+
+        Raises EngineDead if the operating system does not start it, or its log cannot be opened.
+        """
         self.ready.clear()
         self.status = ""
         environment = {**os.environ, **self._variables, "WATCHDOG_USEC": str(int(watchdog_s * 1e6))}
@@ -45,6 +50,8 @@ class Process:
         except asyncio.CancelledError:
             await asyncio.wait([starting])  # the process may exist already: it must be tracked to be stopped
             raise
+        except OSError as error:
+            raise EngineDead(f"cannot start {self.name}: {error}") from error
 
     async def _spawn(self, environment: dict[str, str]) -> None:
         output = self._log.open("ab") if self._log is not None else None

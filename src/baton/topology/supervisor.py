@@ -20,12 +20,11 @@ from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.topology.process import Process
 from baton.topology.process_specs import build_process_specs
 from baton.topology.startup import show_progress, wait_for_model
+from baton.topology.supervision import keep_running, run_until
 
 log = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 15.0
 STOP_MARGIN_S = 15.0
 FRONTEND_STOP_S = 10.0
 
@@ -99,7 +98,7 @@ class Supervisor:
     async def start(self, stop: asyncio.Event) -> str | None:
         """Start all processes; return the name of the model when it is served, or None if `stop` is set before.
 
-        Raises ConfigError or EngineDead with the exit reason of a process that cannot start.
+        Raises ConfigError or EngineDead with the exit reason of a process that cannot start, or with what prevents it.
         """
         processes = [self._frontend, *self._workers]
         for process in processes:
@@ -121,14 +120,9 @@ class Supervisor:
         return starting.result()
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """Restart processes that exit or hang, until `stop` is set."""
-        watchers = [asyncio.create_task(self._restart_forever(process)) for process in (self._frontend, *self._workers)]
-        try:
-            await stop.wait()
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.wait(watchers)
+        """Restart processes that exit or hang, until `stop` is set. Raises EngineDead if it cannot any more."""
+        limits = self._settings.stall_timeout_s, self._settings.start_timeout_s
+        await run_until(stop, [keep_running(process, *limits) for process in (self._frontend, *self._workers)])
 
     async def stop(self) -> None:
         """Drain the workers, then stop the frontend. A process that does not exit in time is killed.
@@ -161,35 +155,6 @@ class Supervisor:
         finally:
             ended.cancel()
             ready.cancel()
-
-    async def _restart_forever(self, process: Process) -> None:
-        backoff_s = FIRST_BACKOFF_S
-        loop = asyncio.get_running_loop()
-        while True:
-            started = loop.time()
-            code = await self._wait_for_exit(process)
-            backoff_s = FIRST_BACKOFF_S if loop.time() - started > MAX_BACKOFF_S else min(2 * backoff_s, MAX_BACKOFF_S)
-            log.warning("%s exited with code %d; restarting in %.1f s", process.name, code, backoff_s)
-            await asyncio.sleep(backoff_s)
-            await process.start(self._settings.stall_timeout_s)
-
-    async def _wait_for_exit(self, process: Process) -> int:
-        """Wait for the exit and return its code. A process that sends no heartbeat in time is killed."""
-        loop = asyncio.get_running_loop()
-        ended = asyncio.ensure_future(process.wait())
-        started = loop.time()
-        try:
-            while not ended.done():
-                await asyncio.wait([ended], timeout=self._settings.stall_timeout_s / 4)
-                silent_s = loop.time() - max(process.last_heartbeat, started)
-                limit_s = self._settings.stall_timeout_s if process.ready.is_set() else self._settings.start_timeout_s
-                if silent_s > limit_s and not ended.done():
-                    log.error("%s has sent no heartbeat for %.0f s; killing it", process.name, silent_s)
-                    process.send_signal(signal.SIGKILL)
-                    await ended
-            return ended.result()
-        finally:
-            ended.cancel()
 
     async def _stop_process(self, process: Process, limit_s: float) -> None:
         if process.pid is None:

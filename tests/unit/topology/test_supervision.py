@@ -1,0 +1,50 @@
+"""The supervision of processes ends with the supervisor, and not before."""
+
+import asyncio
+
+import pytest
+
+from baton.errors import EngineDead
+from baton.testing import run_bounded
+from baton.topology.supervision import run_until
+
+
+def test_supervision_that_fails_is_an_error_of_the_supervisor() -> None:
+    async def fails() -> None:
+        raise RuntimeError("out of order")
+
+    async def body() -> None:
+        lasting = asyncio.Event()
+        with pytest.raises(EngineDead, match="out of order"):
+            await run_until(asyncio.Event(), [waits(lasting), fails()])
+        assert lasting.is_set(), "the others are cancelled"
+
+    run_bounded(body())
+
+
+def test_supervision_that_returns_is_an_error_too() -> None:
+    async def returns() -> None:
+        pass
+
+    async def body() -> None:
+        with pytest.raises(EngineDead):
+            await run_until(asyncio.Event(), [returns()])
+
+    run_bounded(body())
+
+
+def test_supervision_ends_when_the_supervisor_stops() -> None:
+    async def body() -> None:
+        lasting, stop = asyncio.Event(), asyncio.Event()
+        stop.set()
+        await run_until(stop, [waits(lasting)])
+        assert lasting.is_set()
+
+    run_bounded(body())
+
+
+async def waits(ended: asyncio.Event) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.set()
