@@ -141,6 +141,18 @@ def test_processes_end_by_themselves_when_the_supervisor_is_killed(start: Callab
     eventually(lambda: not any(is_alive(child) for child in children), 30, "nothing is left")
 
 
+def test_processes_end_by_themselves_when_the_supervisor_is_killed_while_they_start(tmp_path: Path) -> None:
+    serve = Serve(tmp_path, "--stall-timeout-s", "2")
+    try:
+        children = eventually(lambda: len(found := serve.children()) == 2 and found, what="frontend and worker")
+        serve.process.signal(signal.SIGKILL)
+        eventually(lambda: not any(is_alive(child) for child in children), 30, "nothing is left")
+    finally:
+        serve.close()
+        for child in filter(is_alive, children):
+            child.kill()
+
+
 def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+SUPERVISOR_PID = "SUPERVISOR_PID"
+
 
 def user_cache() -> Path:
     """Return the root of all of Baton's caches: $XDG_CACHE_HOME/baton, or ~/.cache/baton."""
@@ -18,6 +20,12 @@ def watchdog_s() -> float | None:
     """Return the interval within which the supervisor expects a watchdog message, as systemd sets it."""
     limit_us = os.environ.get("WATCHDOG_USEC")
     return int(limit_us) / 1e6 if limit_us else None
+
+
+def supervisor_pid() -> int | None:
+    """Return the process id of the `baton serve` that started this process."""
+    pid = os.environ.get(SUPERVISOR_PID)
+    return int(pid) if pid else None
 
 
 def compiler() -> tuple[str, str, str]:

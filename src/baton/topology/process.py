@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from baton.config.environment import SUPERVISOR_PID
 from baton.errors import EngineDead
 
 LOG_TAIL_BYTES = 4000
@@ -29,7 +30,7 @@ class Process:
         self._socket.bind(str(self._socket_path))
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._on_message)
-        self._variables = {**variables, "NOTIFY_SOCKET": str(self._socket_path)}
+        self._variables = {**variables, "NOTIFY_SOCKET": str(self._socket_path), SUPERVISOR_PID: str(os.getpid())}
 
     @property
     def pid(self) -> int | None:
