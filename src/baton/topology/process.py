@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from baton.config.environment import SUPERVISOR_PID
@@ -25,6 +26,7 @@ class Process:
         self._command = command
         self._log = log
         self._popen: asyncio.subprocess.Process | None = None
+        self._group: int | None = None
         self._socket_path = run_dir / f"{name}.sock"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(str(self._socket_path))
@@ -68,19 +70,33 @@ class Process:
                 stderr=output,
                 start_new_session=True,  # only the supervisor receives Ctrl-C; it stops its processes in order
             )
+            self._group = self._popen.pid  # a process that leads a session leads a group of the same id
         finally:
             if output is not None:
                 output.close()
 
     async def wait(self) -> int:
-        """Wait for the exit and return the exit code."""
+        """Wait for the exit and return the exit code. Processes that it has left, as of an engine, are killed."""
         assert self._popen is not None
-        return await self._popen.wait()
+        code = await self._popen.wait()
+        self._kill_group()
+        self._group = None
+        return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal if the process runs."""
-        if self._popen is not None and self._popen.returncode is None:
+        """Send a signal if the process runs. SIGKILL is sent to the processes that it has started too."""
+        if self._popen is None or self._popen.returncode is not None:
+            return
+        if number == signal.SIGKILL:
+            self._kill_group()
+        else:
             self._popen.send_signal(number)
+
+    def _kill_group(self) -> None:
+        """Kill what there is of the process group, at most once after the process has exited: ids are used again."""
+        if self._group is not None:
+            with suppress(ProcessLookupError, PermissionError):  # nothing is left, or it belongs to another user
+                os.killpg(self._group, signal.SIGKILL)
 
     def exit_reason(self) -> str:
         """Return the last status that the process sent, or else the last line of its log."""
