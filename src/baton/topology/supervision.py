@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 15.0
+MEMORY_S = 300.0
 
 
 async def run_until(stop: asyncio.Event, work: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -29,19 +30,33 @@ async def run_until(stop: asyncio.Event, work: Sequence[Coroutine[Any, Any, None
         await asyncio.wait([*tasks, stopping])
 
 
+class RestartBackoff:
+    """Decides how long to wait before a restart. Pure: the caller passes the time.
+
+    The delay doubles with every exit within `MEMORY_S`, however long the process ran in between: one that crashes after
+    a long start is in a crash loop too.
+    """
+
+    def __init__(self) -> None:
+        self._exits: list[float] = []
+
+    def next_delay_s(self, now: float) -> float:
+        """Count an exit, or a failed start, at `now`; return how long to wait."""
+        self._exits = [exited for exited in self._exits if now - exited < MEMORY_S] + [now]
+        return float(min(FIRST_BACKOFF_S * 2 ** (len(self._exits) - 1), MAX_BACKOFF_S))
+
+
 async def keep_running(process: Process, stall_timeout_s: float, start_timeout_s: float) -> None:
     """Start `process`, which runs, again whenever it exits or hangs. Never returns."""
-    backoff_s = FIRST_BACKOFF_S
+    backoff = RestartBackoff()
     loop = asyncio.get_running_loop()
     while True:
-        started = loop.time()
         problem = f"{process.name} exited with code {await _wait_for_exit(process, stall_timeout_s, start_timeout_s)}"
-        backoff_s = FIRST_BACKOFF_S if loop.time() - started > MAX_BACKOFF_S else min(2 * backoff_s, MAX_BACKOFF_S)
         while problem:
-            log.warning("%s; starting it again in %.1f s", problem, backoff_s)
-            await asyncio.sleep(backoff_s)
+            delay_s = backoff.next_delay_s(loop.time())
+            log.warning("%s; starting it again in %.1f s", problem, delay_s)
+            await asyncio.sleep(delay_s)
             problem = await _try_start(process, stall_timeout_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S) if problem else backoff_s
 
 
 async def _try_start(process: Process, stall_timeout_s: float) -> str:

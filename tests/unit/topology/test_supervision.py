@@ -1,4 +1,4 @@
-"""The supervision of processes ends with the supervisor, and not before."""
+"""The supervision of processes ends with the supervisor and not before, and restarts crash loops ever later."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import EngineDead
 from baton.testing import run_bounded
-from baton.topology.supervision import run_until
+from baton.topology.supervision import RestartBackoff, run_until
 
 
 def test_supervision_that_fails_is_an_error_of_the_supervisor() -> None:
@@ -48,3 +48,20 @@ async def waits(ended: asyncio.Event) -> None:
         await asyncio.Event().wait()
     finally:
         ended.set()
+
+
+def test_back_off_grows_with_every_exit_up_to_its_maximum() -> None:
+    backoff = RestartBackoff()
+    assert [backoff.next_delay_s(now) for now in range(7)] == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+
+
+def test_back_off_remembers_a_process_that_exits_soon_after_a_long_start() -> None:
+    backoff = RestartBackoff()
+    assert [backoff.next_delay_s(60.0 * number) for number in range(5)] == [0.5, 1.0, 2.0, 4.0, 8.0]
+
+
+def test_back_off_forgets_exits_of_long_ago() -> None:
+    backoff = RestartBackoff()
+    for number in range(5):
+        backoff.next_delay_s(float(number))
+    assert backoff.next_delay_s(10_000.0) == 0.5
