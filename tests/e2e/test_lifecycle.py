@@ -2,6 +2,7 @@
 
 import json
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -257,6 +258,21 @@ def test_a_process_that_cannot_be_started_is_tried_again(start: Callable[..., Se
     logs.unlink()
     moved.rename(logs)
     assert_replaced(serve, 0, victim.pid)
+    serve.stop()
+
+
+def test_logs_are_private_and_bounded(start: Callable[..., Serve]) -> None:
+    serve = start(Serve, "--log-max-bytes", "4096", "--log-level", "debug")
+    logs = [serve.directory / f"127.0.0.1-{serve.port}-{name}.log" for name in ("frontend", "worker-0")]
+    previous = serve.directory / f"{logs[1].name}.1"
+
+    def is_rotated() -> bool:
+        assert serve.post(CHAT, body("Hello", 4))[0] == 200
+        return previous.exists()
+
+    eventually(is_rotated, 30, "a log that is rotated")
+    assert previous.stat().st_size > 4096
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (*logs, previous)} == {0o600}
     serve.stop()
 
 

@@ -209,6 +209,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _SERVE,
         ),
     ] = ""
+    log_max_bytes: Annotated[
+        int,
+        Meta(ge=4096),
+        _about(
+            "Size above which a log of a process that `serve` starts is moved to a file that ends in .1, of which there"
+            " is one.",
+            _SERVE,
+        ),
+    ] = 64 << 20
     cache_dir: Annotated[
         str,
         _about("Directory for downloaded models. Empty: $XDG_CACHE_HOME/baton or ~/.cache/baton.", _WORK_ROUTE),

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from baton.config.environment import SUPERVISOR_PID
 from baton.errors import EngineDead
-
-LOG_TAIL_BYTES = 4000
+from baton.topology.log_file import LogFile
 
 
 class Process:
     """A `baton` subprocess with its notification socket (see `status/sd_notify.py`)."""
 
-    def __init__(self, name: str, command: str, variables: dict[str, str], run_dir: Path, log: Path | None) -> None:
+    def __init__(self, name: str, command: str, variables: dict[str, str], run_dir: Path, log: LogFile | None) -> None:
         self.name = name
         self.status = ""
         self.ready = asyncio.Event()
@@ -57,7 +56,7 @@ class Process:
             raise EngineDead(f"cannot start {self.name}: {error}") from error
 
     async def _spawn(self, environment: dict[str, str]) -> None:
-        output = self._log.open("ab") if self._log is not None else None
+        output = self._log.open() if self._log is not None else None
         try:
             self._popen = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -102,10 +101,7 @@ class Process:
         """Return the last status that the process sent, or else the last line of its log."""
         if self.status:
             return self.status
-        if self._log is not None and self._log.exists():
-            lines = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip().splitlines()
-            return lines[-1] if lines else ""
-        return ""
+        return self._log.last_line() if self._log is not None else ""
 
     def close(self) -> None:
         """Close and remove the socket."""

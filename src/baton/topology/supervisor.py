@@ -5,7 +5,8 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from baton.engines.registry import prepare_model
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.listener import refuse_unusable_address
+from baton.topology.log_file import LogFile, log_name
 from baton.topology.process import Process
 from baton.topology.process_specs import build_process_specs
 from baton.topology.startup import show_progress, wait_for_model
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 EXIT_CONFIG = 2
 STOP_MARGIN_S = 15.0
 FRONTEND_STOP_S = 10.0
+ROTATE_INTERVAL_S = 2.0
 
 
 Announce = Callable[[str, Settings], None]
@@ -40,7 +43,7 @@ def run_supervisor(settings: Settings, announce: Announce) -> int:
     import uvloop
 
     refuse_unusable_address(settings.host, settings.port, "--host", "--port")
-    _open_log_dir(log_directory(settings))
+    _refuse_unusable_log_dir(settings)
     settings = prepare_model(settings)
     with tempfile.TemporaryDirectory(prefix="baton-") as run_dir:
         return uvloop.run(_main(settings, Path(run_dir), announce))
@@ -62,17 +65,32 @@ async def _main(settings: Settings, run_dir: Path, announce: Announce) -> int:
     return 0
 
 
-def _open_log_dir(directory: Path | None) -> Path | None:
-    """Return `directory`, created if it does not exist. Raises ConfigError if it cannot be written to."""
-    if directory is None:
+def _refuse_unusable_log_dir(settings: Settings) -> None:
+    """Raise ConfigError if logs cannot be written."""
+    if (directory := log_directory(settings)) is not None:
+        with _log_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            tempfile.TemporaryFile(dir=directory).close()
+
+
+def _begin_log(settings: Settings, process: str) -> LogFile | None:
+    """Return the log of `process`, empty, or None for standard error. Raises ConfigError."""
+    if (directory := log_directory(settings)) is None:
         return None
+    log_file = LogFile(directory / log_name(settings.host, settings.port, process), settings.log_max_bytes)
+    with _log_errors(directory):
+        log_file.begin()
+    return log_file
+
+
+@contextmanager
+def _log_errors(directory: Path) -> Iterator[None]:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return directory
+        yield
     except OSError as error:
+        what = f" {Path(error.filename).name}" if error.filename else ""
         raise ConfigError(
-            f"cannot write logs to {directory} ({error.strerror}); choose another with --log-dir"
+            f"cannot write log{what} in {directory} ({error.strerror}); choose another directory with --log-dir"
         ) from None
 
 
@@ -81,14 +99,14 @@ class Supervisor:
 
     def __init__(self, settings: Settings, run_dir: Path) -> None:
         self._settings = settings
-        log_dir = _open_log_dir(log_directory(settings))
+        self._logs: list[LogFile] = []
         base = to_environment(settings)
 
         def process(name: str, command: str, extra: dict[str, str]) -> Process:
-            path = log_dir / f"{settings.port}-{name}.log" if log_dir is not None else None
-            if path is not None:
-                path.write_bytes(b"")
-            return Process(name, command, {**base, **extra}, run_dir, path)
+            log_file = _begin_log(settings, name)
+            if log_file is not None:
+                self._logs.append(log_file)
+            return Process(name, command, {**base, **extra}, run_dir, log_file)
 
         self._frontend = process("frontend", "frontend", {})
         cores = len(os.sched_getaffinity(0))
@@ -122,7 +140,8 @@ class Supervisor:
     async def watch(self, stop: asyncio.Event) -> None:
         """Restart processes that exit or hang, until `stop` is set. Raises EngineDead if it cannot any more."""
         limits = self._settings.stall_timeout_s, self._settings.start_timeout_s
-        await run_until(stop, [keep_running(process, *limits) for process in (self._frontend, *self._workers)])
+        supervision = [keep_running(process, *limits) for process in (self._frontend, *self._workers)]
+        await run_until(stop, [*supervision, _rotate_forever(self._logs)])
 
     async def stop(self) -> None:
         """Drain the workers, then stop the frontend. A process that does not exit in time is killed.
@@ -166,3 +185,14 @@ class Supervisor:
             log.error("%s did not exit within %g s (%s); killing it", process.name, limit_s, process.exit_reason())
             process.send_signal(signal.SIGKILL)
             await process.wait()
+
+
+async def _rotate_forever(logs: list[LogFile]) -> None:
+    """Keep logs bounded. One that cannot be rotated is tried again: logs are no reason to stop serving."""
+    while True:
+        await asyncio.sleep(ROTATE_INTERVAL_S)
+        for each in logs:
+            try:
+                await asyncio.to_thread(each.rotate)
+            except OSError as error:
+                log.warning("cannot rotate a log: %s", error)

@@ -10,13 +10,14 @@ import psutil
 import pytest
 
 from baton.testing import eventually, run_bounded
+from baton.topology.log_file import LogFile
 from baton.topology.process import Process
 
 
 @pytest.mark.process
 def test_cancelled_start_keeps_track_of_the_process(tmp_path: Path) -> None:
     async def body() -> None:
-        process = Process("one", "--version", {}, tmp_path, tmp_path / "one.log")
+        process = Process("one", "--version", {}, tmp_path, LogFile(tmp_path / "one.log", 1 << 20))
         try:
             for turns in range(6):
                 starting = asyncio.create_task(process.start(10))
@@ -47,7 +48,9 @@ def process_with_a_child(tmp_path: Path, command: str) -> Iterator[Process]:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(PROGRAM)
-    process = Process("one", command, {"PYTHONPATH": str(package.parent)}, tmp_path, tmp_path / "one.log")
+    process = Process(
+        "one", command, {"PYTHONPATH": str(package.parent)}, tmp_path, LogFile(tmp_path / "one.log", 1 << 20)
+    )
     try:
         yield process
     finally:
