@@ -11,6 +11,7 @@ import msgspec
 
 from baton.config.load import control_token
 from baton.config.settings import Settings
+from baton.control.http.connections import DEFAULT_LIMITS, ConnectionLimits
 from baton.control.http.server import SystemServer
 from baton.ports.engine import Capabilities
 from baton.process.worker import Worker
@@ -45,14 +46,18 @@ class Reply(NamedTuple):
 class WorkerHarness:
     """A running worker and its system server."""
 
-    def __init__(self, engine: ScriptedEngine, **settings: Any) -> None:
+    def __init__(self, engine: ScriptedEngine, limits: ConnectionLimits = DEFAULT_LIMITS, **settings: Any) -> None:
         self.engine = engine
         self.runtime = MemoryRuntime()
         self.stop = asyncio.Event()
         self.ready = asyncio.Event()
         chosen = msgspec.structs.replace(Settings(engine="echo"), **settings)
         self.server = SystemServer(
-            "127.0.0.1", chosen.system_port, accepts_commands=chosen.accepts_commands, token=control_token(chosen)
+            "127.0.0.1",
+            chosen.system_port,
+            accepts_commands=chosen.accepts_commands,
+            token=control_token(chosen),
+            limits=limits,
         )
         self.server.subject = self.worker = Worker(chosen, engine, self.runtime)
         self.running: asyncio.Task[None] = asyncio.create_task(self.worker.run(self.stop, self.ready.set))

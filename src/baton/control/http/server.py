@@ -3,6 +3,7 @@
 It starts before everything else and stops last, so its `Subject` is set later.
 """
 
+import asyncio
 import errno
 import logging
 import socket
@@ -14,6 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from baton import __version__
 from baton.control.http.command_table import PREFIX
+from baton.control.http.connections import DEFAULT_LIMITS, ConnectionLimits, LimitedConnections
 from baton.control.http.control_api import ControlApi, Controlled
 from baton.control.http.openapi import document
 from baton.control.http.replies import error_reply, json_reply, reply_of
@@ -41,11 +43,22 @@ class Subject(Controlled, Protocol):
 class SystemServer:
     """Listens from `start` to `aclose`. Until it has a subject, the state is "starting"."""
 
-    def __init__(self, host: str, port: int, *, accepts_commands: bool, token: str = "") -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        accepts_commands: bool,
+        token: str = "",
+        limits: ConnectionLimits = DEFAULT_LIMITS,
+    ) -> None:
         self._host = host
         self._port = port
-        self._control = ControlApi(token, lambda: self.subject) if accepts_commands else None
+        self._limits = limits
+        self._control = ControlApi(token, lambda: self.subject, limits) if accepts_commands else None
+        self._connections: LimitedConnections | None = None
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self.subject: Subject | None = None
 
     @property
@@ -66,11 +79,16 @@ class SystemServer:
             self._app(), access_log=None, handle_signals=False, shutdown_timeout=STOP_TIMEOUT_S
         )
         await self._runner.setup()
-        await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
+        assert self._runner.server is not None
+        self._connections = LimitedConnections(self._runner.server, self._limits)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connections, sock=listener, backlog=BACKLOG)
 
     async def aclose(self) -> None:
         """Stop listening; running requests get `STOP_TIMEOUT_S`. Idempotent, and valid before `start`."""
         runner, self._runner = self._runner, None
+        if self._server is not None:
+            self._server.close()
         if runner is not None:
             await runner.cleanup()
 
@@ -86,14 +104,19 @@ class SystemServer:
 
     def _middleware(self) -> Middleware:
         @web.middleware
-        async def reply_to_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if not request.path.startswith(PREFIX):
-                return (await reply_of(request, handler)).response
-            if self._control is None:
-                return error_reply(404, "control_off", "the control API is off; see --control and --control-token")
-            return await self._control.serve(request, handler)
+        async def count_and_reply(request: web.Request, handler: Handler) -> web.StreamResponse:
+            assert self._connections is not None
+            with self._connections.serving(request.transport):
+                return await self._reply(request, handler)
 
-        return reply_to_errors
+        return count_and_reply
+
+    async def _reply(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not request.path.startswith(PREFIX):
+            return (await reply_of(request, handler)).response
+        if self._control is None:
+            return error_reply(404, "control_off", "the control API is off; see --control and --control-token")
+        return await self._control.serve(request, handler)
 
     async def _live(self, _: web.Request) -> web.Response:
         return web.json_response({"live": True})
