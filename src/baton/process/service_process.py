@@ -7,11 +7,14 @@ import asyncio
 import gc
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from baton.config.directories import profile_directory
+from baton.config.directories import control_directory, profile_directory
+from baton.config.load import control_token
 from baton.config.settings import Settings
 from baton.control.http.server import Subject, SystemServer
+from baton.control.http.token_file import generate_token, published_token
 from baton.errors import BatonError, Draining, EngineDead
 from baton.ports.runtime import Runtime
 from baton.process.exit_codes import exit_code
@@ -52,11 +55,16 @@ class Runnable(Subject, Protocol):
 
 
 async def run_service(
-    settings: Settings, build: Callable[[], Awaitable[Runnable]], accepts_commands: bool = False, token: str = ""
+    settings: Settings, build: Callable[[], Awaitable[Runnable]], accepts_commands: bool = False
 ) -> int:
-    """Run what `build` returns until SIGTERM; return the exit code. `/health` answers before `build` is called."""
+    """Run what `build` returns until SIGTERM; return the exit code. `/health` answers before `build` is called.
+
+    Commands need the configured token, or else a generated one.
+    """
     stop = stop_on_signals(drain_timeout_s=settings.drain_timeout_s)
-    server = SystemServer(settings.system_host, settings.system_port, accepts_commands=accepts_commands, token=token)
+    given = control_token(settings) if accepts_commands else ""
+    token = given or generate_token() if accepts_commands else None
+    server = SystemServer(settings.system_host, settings.system_port, token=token)
     await server.start()
 
     def on_ready() -> None:
@@ -65,10 +73,15 @@ async def run_service(
         notify(f"READY=1\nSTATUS=health on {server.url}")
 
     try:
-        server.subject = subject = await build()
-        return await exit_code(subject.run(stop, on_ready), profile_directory(settings))
+        with _published(server, token) if token and not given else nullcontext():
+            server.subject = subject = await build()
+            return await exit_code(subject.run(stop, on_ready), profile_directory(settings))
     finally:
         await server.aclose()
+
+
+def _published(server: SystemServer, token: str) -> AbstractContextManager[None]:
+    return published_token(control_directory(), server.address, server.port, token)
 
 
 class ServiceProcess:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from baton.config.load import control_token
 from baton.config.settings import Settings
 from baton.control.controller import Controller
 from baton.control.discovery import DiscoveryRegistration
@@ -55,7 +54,7 @@ def run_worker(settings: Settings) -> int:
         )
         return Worker(settings, build_engine(settings), runtime)
 
-    return uvloop.run(run_service(settings, build, settings.accepts_commands, control_token(settings)))
+    return uvloop.run(run_service(settings, build, settings.accepts_commands))
 
 
 class _Registered(NamedTuple):

@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
+from baton.config.private_files import PRIVATE_DIRECTORY, open_private
+
 TAIL_BYTES = 4000
-PRIVATE = 0o600
 
 
 def log_name(host: str, port: int, process: str) -> str:
@@ -35,14 +36,14 @@ class LogFile:
 
     def open(self) -> BinaryIO:
         """Open the file for a process to append to. Raises OSError, also for a file of another user or a link."""
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return _open_private(self._path, os.O_APPEND)
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_DIRECTORY)
+        return open_private(self._path, os.O_APPEND)
 
     def rotate(self) -> None:
         """Empty a file that is too long, after copying it to `previous`. Blocks. Raises OSError."""
         if not self._path.exists() or self._path.stat().st_size <= self._max_bytes:
             return
-        with self._path.open("rb") as source, _open_private(self.previous, os.O_TRUNC) as target:
+        with self._path.open("rb") as source, open_private(self.previous, os.O_TRUNC) as target:
             shutil.copyfileobj(source, target)
             os.truncate(self._path, 0)
 
@@ -55,14 +56,3 @@ class LogFile:
         except OSError:
             return ""
         return lines[-1] if lines else ""
-
-
-def _open_private(path: Path, flags: int) -> BinaryIO:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flags, PRIVATE)
-    file = os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "wb")
-    try:
-        os.fchmod(descriptor, PRIVATE)
-    except OSError:
-        file.close()
-        raise
-    return file

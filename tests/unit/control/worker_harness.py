@@ -22,6 +22,7 @@ from baton.testing.fakes import ControlStep, Script
 from baton.testing.memory_runtime import MemoryEndpoint, MemoryRuntime
 
 PATH = "baton.worker.generate"
+TOKEN = "the token of a worker that was given none"
 ONE_TOKEN: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
 DONE = Outcome(message="done")
 EVERYTHING = Capabilities(
@@ -55,8 +56,7 @@ class WorkerHarness:
         self.server = SystemServer(
             "127.0.0.1",
             chosen.system_port,
-            accepts_commands=chosen.accepts_commands,
-            token=control_token(chosen),
+            token=(control_token(chosen) or TOKEN) if chosen.accepts_commands else None,
             limits=limits,
         )
         self.server.subject = self.worker = Worker(chosen, engine, self.runtime)
@@ -70,7 +70,9 @@ class WorkerHarness:
     async def http(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> Reply:
-        """Call the system server; return the body decoded if it is JSON."""
+        """Call the system server, with `TOKEN` for commands; return the body decoded if it is JSON."""
+        if path.startswith("/control/") and not (headers or {}).get("Authorization"):
+            headers = {**(headers or {}), "Authorization": f"Bearer {TOKEN}"}
         data = io.BytesIO(body) if isinstance(body, bytes) else body
         async with (
             aiohttp.ClientSession() as session,

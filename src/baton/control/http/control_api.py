@@ -68,7 +68,7 @@ class BodyTimeout(InvalidRequest):
 
 
 class ControlApi:
-    """Everything under `/control/`. With a token, every request must bring it; without one, every request is served."""
+    """Everything under `/control/`. Every request must bring the token."""
 
     def __init__(self, token: str, controlled: Callable[[], Controlled | None], limits: ConnectionLimits) -> None:
         self._token = token.encode()
@@ -111,8 +111,11 @@ class ControlApi:
             raise Forbidden("commands from web pages are refused")
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         matches = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
-        if self._token and not (matches and scheme.lower() == "bearer"):
-            raise Unauthorized("commands need the token of this worker: Authorization: Bearer ...")
+        if not (matches and scheme.lower() == "bearer"):
+            raise Unauthorized(
+                "commands need the token of this worker (Authorization: Bearer ...); `baton ctl` finds a generated one"
+                " if the same user runs it on the same machine"
+            )
 
     def _handler(self, entry: CommandPath) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:

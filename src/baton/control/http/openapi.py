@@ -37,7 +37,7 @@ def document(version: str) -> Json:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton control API", "version": version},
-        "security": [{}, {"token": []}],
+        "security": [{"token": []}],
         "paths": paths,
         "components": {
             "schemas": schemas,

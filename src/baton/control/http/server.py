@@ -16,7 +16,8 @@ from aiohttp.typedefs import Handler, Middleware
 from baton import __version__
 from baton.control.http.command_table import PREFIX
 from baton.control.http.connections import DEFAULT_LIMITS, ConnectionLimits, LimitedConnections
-from baton.control.http.control_api import ControlApi, Controlled
+from baton.control.http.control_api import ControlApi, Controlled, Forbidden
+from baton.control.http.host_check import is_own_host
 from baton.control.http.openapi import document
 from baton.control.http.replies import error_reply, json_reply, reply_of
 from baton.control.http.schemas import Health
@@ -41,21 +42,24 @@ class Subject(Controlled, Protocol):
 
 
 class SystemServer:
-    """Listens from `start` to `aclose`. Until it has a subject, the state is "starting"."""
+    """Listens from `start` to `aclose`. Until it has a subject, the state is "starting".
+
+    With a token it offers the control API, to requests that bring the token.
+    """
 
     def __init__(
         self,
         host: str,
         port: int,
         *,
-        accepts_commands: bool,
-        token: str = "",
+        token: str | None = None,
         limits: ConnectionLimits = DEFAULT_LIMITS,
     ) -> None:
         self._host = host
         self._port = port
         self._limits = limits
-        self._control = ControlApi(token, lambda: self.subject, limits) if accepts_commands else None
+        self._address = ""
+        self._control = ControlApi(token, lambda: self.subject, limits) if token is not None else None
         self._connections: LimitedConnections | None = None
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -67,6 +71,11 @@ class SystemServer:
         return self._port
 
     @property
+    def address(self) -> str:
+        """The IP address it listens on, after `start`."""
+        return self._address
+
+    @property
     def url(self) -> str:
         """The URL of the server."""
         return f"http://[{self._host}]:{self._port}" if ":" in self._host else f"http://{self._host}:{self._port}"
@@ -74,7 +83,7 @@ class SystemServer:
     async def start(self) -> None:
         """Listen. Raises ConfigError, naming the flag, if the address cannot be used."""
         listener = _listener(self._host, self._port)
-        self._port = int(listener.getsockname()[1])
+        self._address, self._port = listener.getsockname()[:2]
         self._runner = web.AppRunner(
             self._app(), access_log=None, handle_signals=False, shutdown_timeout=STOP_TIMEOUT_S
         )
@@ -112,6 +121,10 @@ class SystemServer:
         return count_and_reply
 
     async def _reply(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = request.headers.get("Host", "")
+        if not is_own_host(host, self._address, self._host):
+            message = f"this server has no name {host!r}; use localhost or its IP address"
+            return error_reply(Forbidden.status, Forbidden.code, message)
         if not request.path.startswith(PREFIX):
             return (await reply_of(request, handler)).response
         if self._control is None:

@@ -7,18 +7,20 @@ from contextlib import asynccontextmanager
 from baton.control.http.connections import ConnectionLimits
 from baton.control.http.server import SystemServer
 from baton.testing import ScriptedEngine, eventually, run_bounded
-from tests.unit.control.worker_harness import EVERYTHING, ONE_TOKEN, WorkerHarness
+from tests.unit.control.worker_harness import EVERYTHING, ONE_TOKEN, TOKEN, WorkerHarness
 
 GET_LIVE = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HALF_A_HEAD = b"GET /live HTTP/1.1\r\nHost: local"
-HALF_A_BODY = b"POST /control/pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+HALF_A_BODY = (
+    f"POST /control/pause HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n{{"
+).encode()
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
 async def server_with(limits: ConnectionLimits) -> AsyncIterator[SystemServer]:
-    server = SystemServer("127.0.0.1", 0, accepts_commands=True, limits=limits)
+    server = SystemServer("127.0.0.1", 0, token=TOKEN, limits=limits)
     await server.start()
     try:
         yield server
