@@ -10,14 +10,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from baton.config.environment import SUPERVISOR_PID
-from baton.errors import EngineDead
+from baton.errors import ConfigError, EngineDead
 from baton.topology.log_file import LogFile
 
 
 class Process:
-    """A `baton` subprocess with its notification socket (see `status/sd_notify.py`)."""
+    """A `baton` subprocess with its notification socket (see `status/sd_notify.py`).
 
-    def __init__(self, name: str, command: str, variables: dict[str, str], run_dir: Path, log: LogFile | None) -> None:
+    Raises ConfigError if there can be no socket at `socket_path`.
+    """
+
+    def __init__(
+        self, name: str, command: str, variables: dict[str, str], socket_path: Path, log: LogFile | None
+    ) -> None:
         self.name = name
         self.status = ""
         self.ready = asyncio.Event()
@@ -26,9 +31,8 @@ class Process:
         self._log = log
         self._popen: asyncio.subprocess.Process | None = None
         self._group: int | None = None
-        self._socket_path = run_dir / f"{name}.sock"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(str(self._socket_path))
+        self._socket_path = socket_path
+        self._socket = _bind(socket_path)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._on_message)
         self._variables = {**variables, "NOTIFY_SOCKET": str(self._socket_path), SUPERVISOR_PID: str(os.getpid())}
@@ -121,3 +125,13 @@ class Process:
                 self.status = value
             elif key == "READY" and value == "1":
                 self.ready.set()
+
+
+def _bind(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    try:
+        sock.bind(str(path))
+    except OSError as error:  # a path may have 107 bytes
+        sock.close()
+        raise ConfigError(f"cannot create the socket {path} ({error}); set TMPDIR to another, shorter path") from None
+    return sock

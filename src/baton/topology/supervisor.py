@@ -20,7 +20,7 @@ from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.topology.log_file import LogFile, log_name
 from baton.topology.process import Process
-from baton.topology.process_specs import build_process_specs
+from baton.topology.process_specs import ProcessSpec, build_process_specs
 from baton.topology.startup import show_progress, wait_for_model
 from baton.topology.supervision import keep_running, run_until
 
@@ -102,16 +102,17 @@ class Supervisor:
         self._logs: list[LogFile] = []
         base = to_environment(settings)
 
-        def process(name: str, command: str, extra: dict[str, str]) -> Process:
-            log_file = _begin_log(settings, name)
+        def process(number: int, spec: ProcessSpec) -> Process:
+            log_file = _begin_log(settings, spec.name)
             if log_file is not None:
                 self._logs.append(log_file)
-            return Process(name, command, {**base, **extra}, run_dir, log_file)
+            # Numbered, because the path of a socket has to be short.
+            socket_path = run_dir / f"{number}.sock"
+            return Process(spec.name, spec.command, {**base, **spec.variables}, socket_path, log_file)
 
-        self._frontend = process("frontend", "frontend", {})
-        cores = len(os.sched_getaffinity(0))
-        specs = build_process_specs(settings, cores)
-        self._workers = [process(spec.name, spec.command, spec.variables) for spec in specs]
+        specs = build_process_specs(settings, cores=len(os.sched_getaffinity(0)))
+        self._frontend = process(0, ProcessSpec("frontend", {}, "frontend"))
+        self._workers = [process(number, spec) for number, spec in enumerate(specs, 1)]
 
     async def start(self, stop: asyncio.Event) -> str | None:
         """Start all processes; return the name of the model when it is served, or None if `stop` is set before.

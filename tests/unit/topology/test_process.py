@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.errors import ConfigError
 from baton.testing import eventually, run_bounded
 from baton.topology.log_file import LogFile
 from baton.topology.process import Process
@@ -17,7 +18,7 @@ from baton.topology.process import Process
 @pytest.mark.process
 def test_cancelled_start_keeps_track_of_the_process(tmp_path: Path) -> None:
     async def body() -> None:
-        process = Process("one", "--version", {}, tmp_path, LogFile(tmp_path / "one.log", 1 << 20))
+        process = Process("one", "--version", {}, tmp_path / "one.sock", LogFile(tmp_path / "one.log", 1 << 20))
         try:
             for turns in range(6):
                 starting = asyncio.create_task(process.start(10))
@@ -49,7 +50,11 @@ def process_with_a_child(tmp_path: Path, command: str) -> Iterator[Process]:
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(PROGRAM)
     process = Process(
-        "one", command, {"PYTHONPATH": str(package.parent)}, tmp_path, LogFile(tmp_path / "one.log", 1 << 20)
+        "one",
+        command,
+        {"PYTHONPATH": str(package.parent)},
+        tmp_path / "one.sock",
+        LogFile(tmp_path / "one.log", 1 << 20),
     )
     try:
         yield process
@@ -87,3 +92,14 @@ def test_processes_left_by_one_that_exits_are_ended(tmp_path: Path) -> None:
             await eventually(lambda: not child_is_alive(process))
 
     run_bounded(body(), 60)
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_a_config_error(tmp_path: Path) -> None:
+    directory = tmp_path / ("x" * 120)
+    directory.mkdir()
+
+    async def body() -> None:
+        with pytest.raises(ConfigError, match="TMPDIR"):
+            Process("one", "--version", {}, directory / "one.sock", None)
+
+    run_bounded(body())
