@@ -14,6 +14,7 @@ from baton.config.directories import control_directory
 from baton.control.http.command_table import COMMAND_PATHS, PREFIX, CommandPath
 from baton.control.http.schemas import ProblemReply
 from baton.control.http.token_file import find_token
+from baton.errors import ConfigError
 from baton.protocol.commands import Command
 
 EXIT_FAILED = 1
@@ -105,7 +106,7 @@ def _generated_token(address: str) -> str | None:
     url = urllib.parse.urlsplit(address)
     try:
         return find_token(control_directory(), url.hostname or "", url.port or 80)
-    except ValueError:  # not a URL: the request says so
+    except (ValueError, ConfigError):  # not a URL, which the request says, or no home directory
         return None
 
 

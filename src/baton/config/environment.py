@@ -3,12 +3,20 @@
 import os
 from pathlib import Path
 
+from baton.errors import ConfigError
+
 SUPERVISOR_PID = "SUPERVISOR_PID"
 
 
 def user_cache() -> Path:
-    """Return the root of all of Baton's caches: $XDG_CACHE_HOME/baton, or ~/.cache/baton."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    """Return the root of all of Baton's caches: $XDG_CACHE_HOME/baton, or ~/.cache/baton.
+
+    Raises ConfigError if there is no home directory.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    except RuntimeError:
+        raise ConfigError("this user has no home directory: set XDG_CACHE_HOME to a directory for caches") from None
 
 
 def notify_socket() -> str | None:

@@ -15,7 +15,7 @@ from baton.config.load import control_token
 from baton.config.settings import Settings
 from baton.control.http.server import Subject, SystemServer
 from baton.control.http.token_file import generate_token, published_token
-from baton.errors import BatonError, Draining, EngineDead
+from baton.errors import BatonError, ConfigError, Draining, EngineDead
 from baton.ports.runtime import Runtime
 from baton.process.exit_codes import exit_code
 from baton.process.signals import stop_on_signals
@@ -81,7 +81,12 @@ async def run_service(
 
 
 def _published(server: SystemServer, token: str) -> AbstractContextManager[None]:
-    return published_token(control_directory(), server.address, server.port, token)
+    """Return a block within which `baton ctl` finds the generated token."""
+    try:
+        return published_token(control_directory(), server.address, server.port, token)
+    except ConfigError as error:
+        log.warning("commands are refused, because a generated token needs a file: %s", error.message)
+        return nullcontext()
 
 
 class ServiceProcess:
