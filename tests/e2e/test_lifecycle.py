@@ -203,6 +203,22 @@ def busy_worker(serve: Serve) -> int:
     return eventually(lambda: in_flight(serve).index(1) + 1, what="the worker of the request") - 1
 
 
+def test_workers_that_discovery_has_lost_register_again(start: Callable[..., Cluster]) -> None:
+    cluster = start(Cluster, "--echo-pace-ms", "10", "--canary-interval-s", "0.5", workers=2)
+    readers = begin(cluster, 4, 400)
+    for entry in (cluster.directory / "discovery").rglob("*"):
+        if entry.is_file():
+            entry.unlink()
+    eventually(lambda: cluster.instances() == 0, what="they are lost")
+    eventually(lambda: cluster.instances() == 2 and cluster.is_ready(), 30, "they are found again")
+    moves(readers, 400)
+    before = [cluster.ended("completed", number) for number in range(2)]
+    for _ in range(4):
+        assert cluster.post(CHAT, body("Hello", 4))[0] == 200
+    assert [cluster.ended("completed", number) for number in range(2)] == [count + 2 for count in before]
+    cluster.stop()  # with the processes that were started: an exit would be seen here
+
+
 def test_a_model_whose_last_worker_has_left_is_not_found(start: Callable[..., Cluster]) -> None:
     cluster = start(Cluster)
     cluster.processes[0].signal(signal.SIGTERM)
