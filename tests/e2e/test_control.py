@@ -17,7 +17,17 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.doubles.tiny_models import make_tiny_model
-from tests.e2e.harness import BATON, Process, Serve, System, environment, eventually, fetch, free_ports
+from tests.e2e.harness import (
+    BATON,
+    Process,
+    Serve,
+    System,
+    environment,
+    eventually,
+    fetch,
+    free_ports,
+    generated_token,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -292,6 +302,17 @@ def test_ctl_sends_commands_and_exits_by_their_outcome(serve: Serve, models: tup
     assert say(serve) == before
     wrong = ctl(serve, "dance")
     assert (wrong.returncode, "no command 'dance'" in wrong.stderr) == (2, True)
+
+
+def test_without_a_configured_token_one_is_generated_and_ctl_finds_it(serve: Serve) -> None:
+    for wrong in ("", "Bearer wrong"):
+        status, _ = serve.system("/control/status", headers={"Authorization": wrong})
+        assert status == 401
+    assert ctl(serve, "status").returncode == 0
+    token = generated_token(serve.system_ports[0])
+    assert token
+    assert all(token not in text for text in serve.logs().values())
+    assert serve.system("/live", headers={"Host": "evil.example"})[0] == 403
 
 
 def test_d34_control_needs_its_token(start: Callable[..., Serve], tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 import json
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import openai
 import psutil
@@ -140,6 +142,18 @@ def test_processes_end_by_themselves_when_the_supervisor_is_killed(start: Callab
     eventually(lambda: not any(is_alive(child) for child in children), 30, "nothing is left")
 
 
+def test_processes_end_by_themselves_when_the_supervisor_is_killed_while_they_start(tmp_path: Path) -> None:
+    serve = Serve(tmp_path, "--stall-timeout-s", "2")
+    try:
+        children = eventually(lambda: len(found := serve.children()) == 2 and found, what="frontend and worker")
+        serve.process.signal(signal.SIGKILL)
+        eventually(lambda: not any(is_alive(child) for child in children), 30, "nothing is left")
+    finally:
+        serve.close()
+        for child in filter(is_alive, children):
+            child.kill()
+
+
 def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
@@ -189,6 +203,22 @@ def busy_worker(serve: Serve) -> int:
     return eventually(lambda: in_flight(serve).index(1) + 1, what="the worker of the request") - 1
 
 
+def test_workers_that_discovery_has_lost_register_again(start: Callable[..., Cluster]) -> None:
+    cluster = start(Cluster, "--echo-pace-ms", "10", "--canary-interval-s", "0.5", workers=2)
+    readers = begin(cluster, 4, 400)
+    for entry in (cluster.directory / "discovery").rglob("*"):
+        if entry.is_file():
+            entry.unlink()
+    eventually(lambda: cluster.instances() == 0, what="they are lost")
+    eventually(lambda: cluster.instances() == 2 and cluster.is_ready(), 30, "they are found again")
+    moves(readers, 400)
+    before = [cluster.ended("completed", number) for number in range(2)]
+    for _ in range(4):
+        assert cluster.post(CHAT, body("Hello", 4))[0] == 200
+    assert [cluster.ended("completed", number) for number in range(2)] == [count + 2 for count in before]
+    cluster.stop()  # with the processes that were started: an exit would be seen here
+
+
 def test_a_model_whose_last_worker_has_left_is_not_found(start: Callable[..., Cluster]) -> None:
     cluster = start(Cluster)
     cluster.processes[0].signal(signal.SIGTERM)
@@ -230,6 +260,35 @@ def test_a_frontend_that_dies_is_replaced(start: Callable[..., Serve]) -> None:
     eventually(serve.is_ready, 30, "a new frontend")
     status, _ = serve.post(CHAT, body("Hello", 4))
     assert status == 200
+    serve.stop()
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(start: Callable[..., Serve], tmp_path: Path) -> None:
+    logs, moved = tmp_path / "logs", tmp_path / "moved"
+    serve = start(Serve, "--log-dir", str(logs))
+    victim = serve.worker()
+    logs.rename(moved)
+    logs.write_text("a file where the log directory was")
+    victim.kill()
+    eventually(lambda: "cannot start worker-0" in serve.process.output.read_text(), what="a start that fails")
+    logs.unlink()
+    moved.rename(logs)
+    assert_replaced(serve, 0, victim.pid)
+    serve.stop()
+
+
+def test_logs_are_private_and_bounded(start: Callable[..., Serve]) -> None:
+    serve = start(Serve, "--log-max-bytes", "4096", "--log-level", "debug")
+    logs = [serve.directory / f"127.0.0.1-{serve.port}-{name}.log" for name in ("frontend", "worker-0")]
+    previous = serve.directory / f"{logs[1].name}.1"
+
+    def is_rotated() -> bool:
+        assert serve.post(CHAT, body("Hello", 4))[0] == 200
+        return previous.exists()
+
+    eventually(is_rotated, 30, "a log that is rotated")
+    assert previous.stat().st_size > 4096
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (*logs, previous)} == {0o600}
     serve.stop()
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from typing import cast
@@ -9,8 +10,11 @@ from typing import cast
 import click
 import msgspec
 
+from baton.config.directories import control_directory
 from baton.control.http.command_table import COMMAND_PATHS, PREFIX, CommandPath
 from baton.control.http.schemas import ProblemReply
+from baton.control.http.token_file import find_token
+from baton.errors import ConfigError
 from baton.protocol.commands import Command
 
 EXIT_FAILED = 1
@@ -58,7 +62,8 @@ class _Command(click.Command):
 @click.option(
     "--token",
     envvar="BATON_CONTROL_TOKEN",
-    help="token of the worker; prefer BATON_CONTROL_TOKEN, which process lists do not show",
+    help="token of the worker; prefer BATON_CONTROL_TOKEN, which process lists do not show. Not needed for a worker of"
+    " the same user on this machine that was started without a token",
 )
 @click.option("--json", "raw", is_flag=True, help="print the worker's reply as JSON")
 def ctl(worker: str, command: str, fields: tuple[str, ...], token: str | None, raw: bool) -> None:
@@ -69,7 +74,8 @@ def ctl(worker: str, command: str, fields: tuple[str, ...], token: str | None, r
     entry = _find(command.strip("/"), bool(fields))
     body = _body(entry, fields)
     try:
-        reply = _send(f"{_address(worker)}{PREFIX}{entry.path}", entry.method, body, token)
+        address = _address(worker)
+        reply = _send(f"{address}{PREFIX}{entry.path}", entry.method, body, token or _generated_token(address))
     except CommandFailed as problem:
         click.echo(f"baton: {problem}", err=True)
         sys.exit(EXIT_FAILED)
@@ -93,6 +99,15 @@ def _address(worker: str) -> str:
     if not port.isdigit():
         raise click.UsageError(f"{worker!r} is not a worker's address: give its system port, host:port or a URL")
     return f"http://{host or '127.0.0.1'}:{port}"
+
+
+def _generated_token(address: str) -> str | None:
+    """Return the token of a worker of this user and machine that was given none; None if there is none."""
+    url = urllib.parse.urlsplit(address)
+    try:
+        return find_token(control_directory(), url.hostname or "", url.port or 80)
+    except (ValueError, ConfigError):  # not a URL, which the request says, or no home directory
+        return None
 
 
 def _body(entry: CommandPath, args: tuple[str, ...]) -> bytes | None:

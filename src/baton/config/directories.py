@@ -33,6 +33,11 @@ def native_directory() -> Path:
     return user_cache() / "native"
 
 
+def control_directory() -> Path:
+    """Return the directory of generated control tokens."""
+    return user_cache() / "control"
+
+
 def profile_directory(settings: Settings) -> Path | None:
     """Return the directory that a profile is written to at exit; None without one."""
     return Path(settings.profile_dir).expanduser() if settings.profile_dir else None

@@ -3,10 +3,20 @@
 import os
 from pathlib import Path
 
+from baton.errors import ConfigError
+
+SUPERVISOR_PID = "SUPERVISOR_PID"
+
 
 def user_cache() -> Path:
-    """Return the root of all of Baton's caches: $XDG_CACHE_HOME/baton, or ~/.cache/baton."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    """Return the root of all of Baton's caches: $XDG_CACHE_HOME/baton, or ~/.cache/baton.
+
+    Raises ConfigError if there is no home directory.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    except RuntimeError:
+        raise ConfigError("this user has no home directory: set XDG_CACHE_HOME to a directory for caches") from None
 
 
 def notify_socket() -> str | None:
@@ -18,6 +28,12 @@ def watchdog_s() -> float | None:
     """Return the interval within which the supervisor expects a watchdog message, as systemd sets it."""
     limit_us = os.environ.get("WATCHDOG_USEC")
     return int(limit_us) / 1e6 if limit_us else None
+
+
+def supervisor_pid() -> int | None:
+    """Return the process id of the `baton serve` that started this process."""
+    pid = os.environ.get(SUPERVISOR_PID)
+    return int(pid) if pid else None
 
 
 def compiler() -> tuple[str, str, str]:

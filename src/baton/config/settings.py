@@ -133,14 +133,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     control: Annotated[
         Literal["auto", "on", "off"],
         _about(
-            "Whether the system server offers the control API. auto: on a loopback address, or with a token.", _WORK
+            "Whether the system server offers the control API. auto: on a loopback address, or with a given token.",
+            _WORK,
         ),
     ] = "auto"
     control_token: Annotated[
         str,
         _about(
-            "Bearer token that control API requests must carry. Empty: none. Visible in process lists; prefer"
-            " --control-token-file.",
+            "Bearer token that control API requests must carry. Empty: generated, and found by `baton ctl` of the same"
+            " user on this machine. Visible in process lists; prefer --control-token-file.",
             _WORK,
         ),
     ] = ""
@@ -209,6 +210,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _SERVE,
         ),
     ] = ""
+    log_max_bytes: Annotated[
+        int,
+        Meta(ge=4096),
+        _about(
+            "Size above which a log of a process that `serve` starts is moved to a file that ends in .1, of which there"
+            " is one.",
+            _SERVE,
+        ),
+    ] = 64 << 20
     cache_dir: Annotated[
         str,
         _about("Directory for downloaded models. Empty: $XDG_CACHE_HOME/baton or ~/.cache/baton.", _WORK_ROUTE),
@@ -227,7 +237,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def accepts_commands(self) -> bool:
-        """Whether a worker offers the control API. Without a token, every client of the system port can use it."""
+        """Whether a worker offers the control API."""
         guarded = bool(self.control_token or self.control_token_file)
         return self.control == "on" or (self.control == "auto" and (guarded or _is_loopback(self.system_host)))
 

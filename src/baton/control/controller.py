@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from baton.control.capability_check import refuse_unsupported
 from baton.control.discovery import DiscoveryRegistration
@@ -96,6 +96,12 @@ class Controller:
             await self._register(DeregisterReason.UNHEALTHY)
         else:
             await self._deregister(DeregisterReason.UNHEALTHY)
+
+    async def restore(self, restore: Callable[[], Awaitable[None]]) -> None:
+        """Enter discovery again, by `restore`, if discovery should have this worker. Raises what `restore` raises."""
+        async with self._registration_lock:
+            if self.registered:
+                await restore()
 
     async def aclose(self) -> None:
         """Take no more commands, and leave discovery for good."""

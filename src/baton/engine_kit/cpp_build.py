@@ -1,6 +1,7 @@
 """Compiles C++ for this CPU, once, into the user's cache directory.
 
 A library is named by a hash of its sources, compiler, flags and CPU: when one of them changes, it is compiled again.
+The directory must belong to the user, or root, and be writable by nobody else.
 """
 
 import ctypes
@@ -20,6 +21,8 @@ from pathlib import Path
 
 from baton.config.directories import native_directory
 from baton.config.environment import compiler
+from baton.config.private_files import PRIVATE_FILE, make_private_directory, refuse_shared
+from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ def load_library(sources: Sequence[Path], flags: tuple[str, ...]) -> ctypes.CDLL
     """
     try:
         return _load(tuple(sources), flags, *compiler(), native_directory())
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError, ConfigError) as error:
         raise BuildError(str(error)) from error
 
 
@@ -69,21 +72,33 @@ def _compiler(named: str, search: str) -> list[str]:
 
 
 def _built(sources: tuple[Path, ...], command: list[str], cache: Path) -> Path:
-    """Return the path of the library; compile it if it is not in the cache."""
+    """Return the path of the library; compile it if it is not in the cache, or if another user can have written it.
+
+    Raises OSError for a directory that another user can write to: to load a library is to run it.
+    """
     version = subprocess.run([*command, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False)
     parts = [*(source.read_bytes() for source in sources), version.stdout]
     parts += [" ".join(command).encode(), cpu_features().encode()]
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
     library = cache / f"{digest}.so"
-    if library.exists():
+    make_private_directory(cache)
+    if _is_trusted(library):
         return library
-    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as scratch:
         fresh = Path(scratch) / library.name
         _compile([*command, str(sources[0]), "-o", str(fresh)], Path(scratch) / "messages")
+        fresh.chmod(PRIVATE_FILE)
         os.replace(fresh, library)
     log.info("compiled %s into %s", sources[0].name, library)
     return library
+
+
+def _is_trusted(library: Path) -> bool:
+    try:
+        refuse_shared(library)
+    except OSError:
+        return False
+    return True
 
 
 def _compile(command: list[str], messages: Path) -> None:

@@ -128,6 +128,12 @@ class Runtime(Protocol):
         their `token_ids` is cached, by the KV events of the instances; without, round robin.
         """
 
+    async def restore(self) -> None:
+        """Enter discovery again, models included, with every endpoint that discovery has lost and that should be in it.
+
+        Not concurrent with `register` and `deregister` of its endpoints. Raises PeerLost if discovery refuses.
+        """
+
     async def metrics(self) -> str:
         """Return the runtime's own metrics as Prometheus text; "" if it has none, or is not running."""
 

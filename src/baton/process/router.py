@@ -16,12 +16,12 @@ from baton.errors import BatonError, ConfigError, EngineDead, InvalidRequest
 from baton.metrics.exposition import TimedScrape, join
 from baton.models.directory import read_config
 from baton.ports.runtime import Endpoint, ModelCard, Runtime, Service, Wire
+from baton.process.registration_watch import RegistrationWatch
 from baton.process.service_process import (
     DISCOVERY_TIMEOUT_S,
     ServiceProcess,
     bounded,
     run_service,
-    watch_registration,
 )
 from baton.request.gate import Gate, GateState
 from baton.request.tracker import RequestLimits, RequestTracker
@@ -142,9 +142,15 @@ class GlobalRouter:
             draining = self.gate.state is GateState.DRAINING
             return not draining and not all(endpoint.is_registered for endpoint in self._endpoints)
 
-        self._process.guard(
-            "registration", watch_registration(is_lost, CHECK_INTERVAL_S, REGISTRATION_CHECKS, "router")
+        watch_entry = RegistrationWatch(
+            "router",
+            is_lost,
+            self._runtime.restore,
+            self._process.retire,
+            interval_s=CHECK_INTERVAL_S,
+            checks=REGISTRATION_CHECKS,
         )
+        self._process.guard("registration", watch_entry.run())
 
     async def leave_discovery(self) -> None:
         """See `ServiceSteps.leave_discovery`."""

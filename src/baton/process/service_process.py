@@ -7,12 +7,15 @@ import asyncio
 import gc
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from baton.config.directories import profile_directory
+from baton.config.directories import control_directory, profile_directory
+from baton.config.load import control_token
 from baton.config.settings import Settings
 from baton.control.http.server import Subject, SystemServer
-from baton.errors import BatonError, Draining, EngineDead
+from baton.control.http.token_file import generate_token, published_token
+from baton.errors import BatonError, ConfigError, Draining, EngineDead
 from baton.ports.runtime import Runtime
 from baton.process.exit_codes import exit_code
 from baton.process.signals import stop_on_signals
@@ -52,11 +55,16 @@ class Runnable(Subject, Protocol):
 
 
 async def run_service(
-    settings: Settings, build: Callable[[], Awaitable[Runnable]], accepts_commands: bool = False, token: str = ""
+    settings: Settings, build: Callable[[], Awaitable[Runnable]], accepts_commands: bool = False
 ) -> int:
-    """Run what `build` returns until SIGTERM; return the exit code. `/health` answers before `build` is called."""
+    """Run what `build` returns until SIGTERM; return the exit code. `/health` answers before `build` is called.
+
+    Commands need the configured token, or else a generated one.
+    """
     stop = stop_on_signals(drain_timeout_s=settings.drain_timeout_s)
-    server = SystemServer(settings.system_host, settings.system_port, accepts_commands=accepts_commands, token=token)
+    given = control_token(settings) if accepts_commands else ""
+    token = given or generate_token() if accepts_commands else None
+    server = SystemServer(settings.system_host, settings.system_port, token=token)
     await server.start()
 
     def on_ready() -> None:
@@ -65,10 +73,20 @@ async def run_service(
         notify(f"READY=1\nSTATUS=health on {server.url}")
 
     try:
-        server.subject = subject = await build()
-        return await exit_code(subject.run(stop, on_ready), profile_directory(settings))
+        with _published(server, token) if token and not given else nullcontext():
+            server.subject = subject = await build()
+            return await exit_code(subject.run(stop, on_ready), profile_directory(settings))
     finally:
         await server.aclose()
+
+
+def _published(server: SystemServer, token: str) -> AbstractContextManager[None]:
+    """Return a block within which `baton ctl` finds the generated token."""
+    try:
+        return published_token(control_directory(), server.address, server.port, token)
+    except ConfigError as error:
+        log.warning("commands are refused, because a generated token needs a file: %s", error.message)
+        return nullcontext()
 
 
 class ServiceProcess:
@@ -83,18 +101,25 @@ class ServiceProcess:
         self._drain_timeout_s = drain_timeout_s
         self._end_timeout_s = end_timeout_s
         self._guards: list[asyncio.Task[Any]] = []
-        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._fatal: asyncio.Future[None] = loop.create_future()
+        self._retired: asyncio.Future[BatonError] = loop.create_future()
 
     @property
     def failed(self) -> bool:
         """Whether the process ends because of a failure."""
-        return self._fatal.done()
+        return self._fatal.done() or self._retired.done()
 
     def fail(self, error: BatonError) -> None:
         """End the process with `error`. The first error wins."""
         if not self._fatal.done():
             self._fatal.set_exception(error)
             self._fatal.exception()  # marked as retrieved: when the start fails, nothing awaits it
+
+    def retire(self, error: BatonError) -> None:
+        """Drain as for a stop, and then end the process with `error`, which a restart fixes."""
+        if not self._retired.done():
+            self._retired.set_result(error)
 
     def guard(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
         """Run `work` beside the requests until they have drained; its failure ends the process."""
@@ -125,15 +150,17 @@ class ServiceProcess:
                 await steps.close()  # the start may have opened something meanwhile
 
     async def _serve(self, steps: ServiceSteps, stopping: asyncio.Task[bool]) -> None:
-        """Serve until stopped or until a failure that a restart must fix, then drain."""
+        """Serve until stopped, retired or until a failure that a restart must fix, then drain."""
         steps.start_guards()
         try:
-            await self._first_of(stopping)
+            await self._first_of(stopping, self._retired)
             await self._drain(steps)
         finally:
             await _cancel(self._guards)
         if self._fatal.done():
             self._fatal.result()
+        if self._retired.done():
+            raise self._retired.result()
 
     async def _drain(self, steps: ServiceSteps) -> None:
         """Leave discovery, let requests finish for `drain_timeout_s`, fail the rest so that they are retried elsewhere.
@@ -154,26 +181,13 @@ class ServiceProcess:
             self._gate.fire_all(error if isinstance(error, BatonError) else shutdown)
             await self._gate.idle(self._end_timeout_s)
 
-    async def _first_of(self, task: asyncio.Task[bool]) -> None:
-        """Wait for `task`, or for a failure that ends the process."""
-        ends: list[asyncio.Future[Any]] = [task, self._fatal]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    async def _first_of(self, *ends: asyncio.Future[Any]) -> None:
+        """Wait for one of `ends`, or for a failure that ends the process."""
+        await asyncio.wait([*ends, self._fatal], return_when=asyncio.FIRST_COMPLETED)
 
     def _on_guard_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error if isinstance(error, BatonError) else EngineDead(f"{task.get_name()}: {error!r}"))
-
-
-async def watch_registration(is_lost: Callable[[], bool], interval_s: float, checks: int, name: str) -> None:
-    """Check every `interval_s`; raise EngineDead when `checks` in a row found that discovery has lost this process.
-
-    Discovery drops the entry of a process that was frozen for too long, and does not notify it.
-    """
-    missed = 0
-    while missed < checks:
-        await asyncio.sleep(interval_s)
-        missed = missed + 1 if is_lost() else 0
-    raise EngineDead(f"discovery has lost this {name}; a restart registers it again")
 
 
 async def bounded(problem: str, work: Coroutine[Any, Any, None], timeout_s: float) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from baton.config.load import control_token
 from baton.config.settings import Settings
 from baton.control.controller import Controller
 from baton.control.discovery import DiscoveryRegistration
@@ -21,13 +20,13 @@ from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Endpoint, Runtime
 from baton.process.follower_events import FollowerEvents, FollowerSubscriber, follower_path
 from baton.process.kv_compatibility import kv_path, kv_service, refuse_incompatible_peers
+from baton.process.registration_watch import RegistrationWatch
 from baton.process.roles import RoleContext, RoleService, announce, build_role, path_of, role_of
 from baton.process.service_process import (
     DISCOVERY_TIMEOUT_S,
     ServiceProcess,
     bounded,
     run_service,
-    watch_registration,
 )
 from baton.protocol.events import LoadSnapshot
 from baton.request.gate import Gate, GateState
@@ -55,7 +54,7 @@ def run_worker(settings: Settings) -> int:
         )
         return Worker(settings, build_engine(settings), runtime)
 
-    return uvloop.run(run_service(settings, build, settings.accepts_commands, control_token(settings)))
+    return uvloop.run(run_service(settings, build, settings.accepts_commands))
 
 
 class _Registered(NamedTuple):
@@ -179,10 +178,18 @@ class Worker:
         def is_lost() -> bool:
             return controller.registered and not endpoint.is_registered
 
-        guard(
-            "registration",
-            watch_registration(is_lost, self._settings.canary_interval_s, REGISTRATION_CHECKS, "worker"),
+        async def restore() -> None:
+            await controller.restore(self._runtime.restore)
+
+        watch_entry = RegistrationWatch(
+            "worker",
+            is_lost,
+            restore,
+            self._process.retire,
+            interval_s=self._settings.canary_interval_s,
+            checks=REGISTRATION_CHECKS,
         )
+        guard("registration", watch_entry.run())
         if self._info is not None and self._info.group is not None:
             path = follower_path(self._settings, self._role, self._info.group)
             guard("followers", FollowerSubscriber(self._runtime, path, endpoint.publish).run())

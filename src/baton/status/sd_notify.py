@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from baton.config.environment import notify_socket, watchdog_s
+from baton.config.environment import notify_socket, supervisor_pid, watchdog_s
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +29,14 @@ def notify(message: str) -> None:
 async def send_heartbeats(on_orphaned: Callable[[], None]) -> None:
     """Send heartbeats from the event loop at the interval that the supervisor set; call `on_orphaned` if it exits.
 
-    Returns at once if there is no supervisor or it expects no heartbeats.
+    Returns at once if there is no supervisor or it expects no heartbeats. `baton serve` passes its process id, so that
+    its exit is noticed even if it happened before this call.
     """
     interval_s = watchdog_s()
     if notify_socket() is None or interval_s is None:
         return
-    parent = os.getppid()
-    while True:
+    parent = supervisor_pid() or os.getppid()
+    while os.getppid() == parent:
         notify("WATCHDOG=1")
         await asyncio.sleep(interval_s / 4)
-        if os.getppid() != parent:
-            on_orphaned()
-            return
+    on_orphaned()

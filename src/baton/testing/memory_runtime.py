@@ -59,6 +59,7 @@ class MemoryEndpoint:
         self.service = service
         self.card: ModelCard | None = None
         self.registered = True
+        self.should_be_registered = True
         self.published: list[Reading] = []
         self.running: set[asyncio.Task[None]] = set()
 
@@ -83,11 +84,11 @@ class MemoryEndpoint:
 
     async def deregister(self) -> None:
         """See `Endpoint.deregister`."""
-        self.registered = False
+        self.registered = self.should_be_registered = False
 
     async def register(self) -> None:
         """See `Endpoint.register`."""
-        self.registered = True
+        self.registered = self.should_be_registered = True
 
     def start(self, request: Wire, context: MemoryContext) -> "MemoryCall":
         """Start to serve `request`."""
@@ -184,10 +185,11 @@ class MemoryClient:
 
 
 class MemoryRuntime:
-    """A Runtime (see `ports/runtime.py`) with everything in one process."""
+    """A Runtime (see `ports/runtime.py`) with everything in one process. `can_restore`: discovery accepts `restore`."""
 
     def __init__(self) -> None:
         self.endpoints: dict[str, list[MemoryEndpoint]] = {}
+        self.can_restore = True
         self._stopped = False
 
     async def start(self) -> None:
@@ -204,6 +206,14 @@ class MemoryRuntime:
     async def client(self, path: str, kv_block_size: int | None = None) -> MemoryClient:
         """See `Runtime.client`."""
         return MemoryClient(self.endpoints.setdefault(path, []))
+
+    async def restore(self) -> None:
+        """See `Runtime.restore`."""
+        if not self.can_restore:
+            raise PeerLost("discovery does not answer")
+        for endpoints in self.endpoints.values():
+            for endpoint in endpoints:
+                endpoint.registered = endpoint.should_be_registered
 
     async def metrics(self) -> str:
         """See `Runtime.metrics`."""

@@ -414,6 +414,19 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
+    def test_restore_changes_nothing_for_endpoints_that_are_where_they_should_be(self) -> None:
+        async def body() -> None:
+            async with self._served(Ticker().handle) as served:
+                await served.runtime.restore()
+                assert served.endpoint.is_registered
+                await served.endpoint.deregister()
+                await eventually(lambda: not served.endpoint.is_registered)
+                await served.runtime.restore()
+                await asyncio.sleep(0.1)
+                assert not served.endpoint.is_registered
+
+        self._run(body())
+
     def test_a_running_call_continues_after_deregister(self) -> None:
         async def body() -> None:
             ticker = Ticker()

@@ -6,15 +6,23 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-LOG_TAIL_BYTES = 4000
+from baton.config.environment import SUPERVISOR_PID
+from baton.errors import ConfigError, EngineDead
+from baton.topology.log_file import LogFile
 
 
 class Process:
-    """A `baton` subprocess with its notification socket (see `status/sd_notify.py`)."""
+    """A `baton` subprocess with its notification socket (see `status/sd_notify.py`).
 
-    def __init__(self, name: str, command: str, variables: dict[str, str], run_dir: Path, log: Path | None) -> None:
+    Raises ConfigError if there can be no socket at `socket_path`.
+    """
+
+    def __init__(
+        self, name: str, command: str, variables: dict[str, str], socket_path: Path, log: LogFile | None
+    ) -> None:
         self.name = name
         self.status = ""
         self.ready = asyncio.Event()
@@ -22,12 +30,12 @@ class Process:
         self._command = command
         self._log = log
         self._popen: asyncio.subprocess.Process | None = None
-        self._socket_path = run_dir / f"{name}.sock"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(str(self._socket_path))
+        self._group: int | None = None
+        self._socket_path = socket_path
+        self._socket = _bind(socket_path)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._on_message)
-        self._variables = {**variables, "NOTIFY_SOCKET": str(self._socket_path)}
+        self._variables = {**variables, "NOTIFY_SOCKET": str(self._socket_path), SUPERVISOR_PID: str(os.getpid())}
 
     @property
     def pid(self) -> int | None:
@@ -35,7 +43,10 @@ class Process:
         return self._popen.pid if self._popen is not None and self._popen.returncode is None else None
 
     async def start(self, watchdog_s: float) -> None:
-        """Start the process. From the time it is ready it must send a heartbeat every `watchdog_s`."""
+        """Start the process. From the time it is ready it must send a heartbeat every `watchdog_s`.
+
+        Raises EngineDead if the operating system does not start it, or its log cannot be opened.
+        """
         self.ready.clear()
         self.status = ""
         environment = {**os.environ, **self._variables, "WATCHDOG_USEC": str(int(watchdog_s * 1e6))}
@@ -45,9 +56,11 @@ class Process:
         except asyncio.CancelledError:
             await asyncio.wait([starting])  # the process may exist already: it must be tracked to be stopped
             raise
+        except OSError as error:
+            raise EngineDead(f"cannot start {self.name}: {error}") from error
 
     async def _spawn(self, environment: dict[str, str]) -> None:
-        output = self._log.open("ab") if self._log is not None else None
+        output = self._log.open() if self._log is not None else None
         try:
             self._popen = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -60,28 +73,39 @@ class Process:
                 stderr=output,
                 start_new_session=True,  # only the supervisor receives Ctrl-C; it stops its processes in order
             )
+            self._group = self._popen.pid  # a process that leads a session leads a group of the same id
         finally:
             if output is not None:
                 output.close()
 
     async def wait(self) -> int:
-        """Wait for the exit and return the exit code."""
+        """Wait for the exit and return the exit code. Processes that it has left, as of an engine, are killed."""
         assert self._popen is not None
-        return await self._popen.wait()
+        code = await self._popen.wait()
+        self._kill_group()
+        self._group = None
+        return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal if the process runs."""
-        if self._popen is not None and self._popen.returncode is None:
+        """Send a signal if the process runs. SIGKILL is sent to the processes that it has started too."""
+        if self._popen is None or self._popen.returncode is not None:
+            return
+        if number == signal.SIGKILL:
+            self._kill_group()
+        else:
             self._popen.send_signal(number)
+
+    def _kill_group(self) -> None:
+        """Kill what there is of the process group, at most once after the process has exited: ids are used again."""
+        if self._group is not None:
+            with suppress(ProcessLookupError, PermissionError):  # nothing is left, or it belongs to another user
+                os.killpg(self._group, signal.SIGKILL)
 
     def exit_reason(self) -> str:
         """Return the last status that the process sent, or else the last line of its log."""
         if self.status:
             return self.status
-        if self._log is not None and self._log.exists():
-            lines = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip().splitlines()
-            return lines[-1] if lines else ""
-        return ""
+        return self._log.last_line() if self._log is not None else ""
 
     def close(self) -> None:
         """Close and remove the socket."""
@@ -101,3 +125,13 @@ class Process:
                 self.status = value
             elif key == "READY" and value == "1":
                 self.ready.set()
+
+
+def _bind(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    try:
+        sock.bind(str(path))
+    except OSError as error:  # a path may have 107 bytes
+        sock.close()
+        raise ConfigError(f"cannot create the socket {path} ({error}); set TMPDIR to another, shorter path") from None
+    return sock

@@ -9,6 +9,8 @@ from baton.config.settings import MAX_PORT, Settings
 from baton.errors import ConfigError
 from baton.router.topology_file import WorkerGroup, read_topology
 
+MAX_POOL_NAME = 100
+
 
 class ProcessSpec(NamedTuple):
     """One process to start: its name, its own settings as environment variables, and its `baton` command."""
@@ -54,6 +56,12 @@ def _pool_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
 
 def _worker_groups(settings: Settings) -> tuple[WorkerGroup, ...]:
     groups = read_topology(Path(settings.topology), settings.namespace).groups
+    for group in groups:
+        if len(group.pool) > MAX_POOL_NAME:
+            raise ConfigError(
+                f"pool {group.pool} in {settings.topology}: the name of a pool with workers names files too and has at"
+                f" most {MAX_POOL_NAME} characters"
+            )
     if not groups:
         raise ConfigError(
             f"no pool in {settings.topology} has workers to start: give one `workers: {{count: 1}}`,"

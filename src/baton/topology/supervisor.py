@@ -5,7 +5,8 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,17 +18,18 @@ from baton.engines.registry import prepare_model
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.listener import refuse_unusable_address
+from baton.topology.log_file import LogFile, log_name
 from baton.topology.process import Process
-from baton.topology.process_specs import build_process_specs
+from baton.topology.process_specs import ProcessSpec, build_process_specs
 from baton.topology.startup import show_progress, wait_for_model
+from baton.topology.supervision import keep_running, run_until
 
 log = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 15.0
 STOP_MARGIN_S = 15.0
 FRONTEND_STOP_S = 10.0
+ROTATE_INTERVAL_S = 2.0
 
 
 Announce = Callable[[str, Settings], None]
@@ -41,7 +43,7 @@ def run_supervisor(settings: Settings, announce: Announce) -> int:
     import uvloop
 
     refuse_unusable_address(settings.host, settings.port, "--host", "--port")
-    _open_log_dir(log_directory(settings))
+    _refuse_unusable_log_dir(settings)
     settings = prepare_model(settings)
     with tempfile.TemporaryDirectory(prefix="baton-") as run_dir:
         return uvloop.run(_main(settings, Path(run_dir), announce))
@@ -63,17 +65,32 @@ async def _main(settings: Settings, run_dir: Path, announce: Announce) -> int:
     return 0
 
 
-def _open_log_dir(directory: Path | None) -> Path | None:
-    """Return `directory`, created if it does not exist. Raises ConfigError if it cannot be written to."""
-    if directory is None:
+def _refuse_unusable_log_dir(settings: Settings) -> None:
+    """Raise ConfigError if logs cannot be written."""
+    if (directory := log_directory(settings)) is not None:
+        with _log_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            tempfile.TemporaryFile(dir=directory).close()
+
+
+def _begin_log(settings: Settings, process: str) -> LogFile | None:
+    """Return the log of `process`, empty, or None for standard error. Raises ConfigError."""
+    if (directory := log_directory(settings)) is None:
         return None
+    log_file = LogFile(directory / log_name(settings.host, settings.port, process), settings.log_max_bytes)
+    with _log_errors(directory):
+        log_file.begin()
+    return log_file
+
+
+@contextmanager
+def _log_errors(directory: Path) -> Iterator[None]:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return directory
+        yield
     except OSError as error:
+        what = f" {Path(error.filename).name}" if error.filename else ""
         raise ConfigError(
-            f"cannot write logs to {directory} ({error.strerror}); choose another with --log-dir"
+            f"cannot write log{what} in {directory} ({error.strerror}); choose another directory with --log-dir"
         ) from None
 
 
@@ -82,24 +99,25 @@ class Supervisor:
 
     def __init__(self, settings: Settings, run_dir: Path) -> None:
         self._settings = settings
-        log_dir = _open_log_dir(log_directory(settings))
+        self._logs: list[LogFile] = []
         base = to_environment(settings)
 
-        def process(name: str, command: str, extra: dict[str, str]) -> Process:
-            path = log_dir / f"{settings.port}-{name}.log" if log_dir is not None else None
-            if path is not None:
-                path.write_bytes(b"")
-            return Process(name, command, {**base, **extra}, run_dir, path)
+        def process(number: int, spec: ProcessSpec) -> Process:
+            log_file = _begin_log(settings, spec.name)
+            if log_file is not None:
+                self._logs.append(log_file)
+            # Numbered, because the path of a socket has to be short.
+            socket_path = run_dir / f"{number}.sock"
+            return Process(spec.name, spec.command, {**base, **spec.variables}, socket_path, log_file)
 
-        self._frontend = process("frontend", "frontend", {})
-        cores = len(os.sched_getaffinity(0))
-        specs = build_process_specs(settings, cores)
-        self._workers = [process(spec.name, spec.command, spec.variables) for spec in specs]
+        specs = build_process_specs(settings, cores=len(os.sched_getaffinity(0)))
+        self._frontend = process(0, ProcessSpec("frontend", {}, "frontend"))
+        self._workers = [process(number, spec) for number, spec in enumerate(specs, 1)]
 
     async def start(self, stop: asyncio.Event) -> str | None:
         """Start all processes; return the name of the model when it is served, or None if `stop` is set before.
 
-        Raises ConfigError or EngineDead with the exit reason of a process that cannot start.
+        Raises ConfigError or EngineDead with the exit reason of a process that cannot start, or with what prevents it.
         """
         processes = [self._frontend, *self._workers]
         for process in processes:
@@ -121,14 +139,10 @@ class Supervisor:
         return starting.result()
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """Restart processes that exit or hang, until `stop` is set."""
-        watchers = [asyncio.create_task(self._restart_forever(process)) for process in (self._frontend, *self._workers)]
-        try:
-            await stop.wait()
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.wait(watchers)
+        """Restart processes that exit or hang, until `stop` is set. Raises EngineDead if it cannot any more."""
+        limits = self._settings.stall_timeout_s, self._settings.start_timeout_s
+        supervision = [keep_running(process, *limits) for process in (self._frontend, *self._workers)]
+        await run_until(stop, [*supervision, _rotate_forever(self._logs)])
 
     async def stop(self) -> None:
         """Drain the workers, then stop the frontend. A process that does not exit in time is killed.
@@ -162,35 +176,6 @@ class Supervisor:
             ended.cancel()
             ready.cancel()
 
-    async def _restart_forever(self, process: Process) -> None:
-        backoff_s = FIRST_BACKOFF_S
-        loop = asyncio.get_running_loop()
-        while True:
-            started = loop.time()
-            code = await self._wait_for_exit(process)
-            backoff_s = FIRST_BACKOFF_S if loop.time() - started > MAX_BACKOFF_S else min(2 * backoff_s, MAX_BACKOFF_S)
-            log.warning("%s exited with code %d; restarting in %.1f s", process.name, code, backoff_s)
-            await asyncio.sleep(backoff_s)
-            await process.start(self._settings.stall_timeout_s)
-
-    async def _wait_for_exit(self, process: Process) -> int:
-        """Wait for the exit and return its code. A process that sends no heartbeat in time is killed."""
-        loop = asyncio.get_running_loop()
-        ended = asyncio.ensure_future(process.wait())
-        started = loop.time()
-        try:
-            while not ended.done():
-                await asyncio.wait([ended], timeout=self._settings.stall_timeout_s / 4)
-                silent_s = loop.time() - max(process.last_heartbeat, started)
-                limit_s = self._settings.stall_timeout_s if process.ready.is_set() else self._settings.start_timeout_s
-                if silent_s > limit_s and not ended.done():
-                    log.error("%s has sent no heartbeat for %.0f s; killing it", process.name, silent_s)
-                    process.send_signal(signal.SIGKILL)
-                    await ended
-            return ended.result()
-        finally:
-            ended.cancel()
-
     async def _stop_process(self, process: Process, limit_s: float) -> None:
         if process.pid is None:
             return
@@ -201,3 +186,14 @@ class Supervisor:
             log.error("%s did not exit within %g s (%s); killing it", process.name, limit_s, process.exit_reason())
             process.send_signal(signal.SIGKILL)
             await process.wait()
+
+
+async def _rotate_forever(logs: list[LogFile]) -> None:
+    """Keep logs bounded. One that cannot be rotated is tried again: logs are no reason to stop serving."""
+    while True:
+        await asyncio.sleep(ROTATE_INTERVAL_S)
+        for each in logs:
+            try:
+                await asyncio.to_thread(each.rotate)
+            except OSError as error:
+                log.warning("cannot rotate a log: %s", error)

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from baton.cli.ctl import ctl
 from baton.control.http.command_table import COMMAND_PATHS
+from baton.control.http.token_file import published_token
 from baton.protocol.commands import (
     Command,
     FromDisk,
@@ -19,13 +21,14 @@ from baton.protocol.commands import (
     UpdateWeights,
 )
 from baton.testing import run_bounded
-from tests.unit.control.worker_harness import DONE, WorkerHarness, running_worker
+from tests.unit.control.worker_harness import DONE, TOKEN, WorkerHarness, running_worker
 
 UPDATE = '{"source": {"type": "disk", "path": "/m"}, "version": "v2"}'
 
 
-async def run(*args: str, **variables: str) -> Result:
-    return await asyncio.to_thread(CliRunner().invoke, ctl, args, env=variables)
+async def run(*args: str, token: str | None = TOKEN, **variables: str) -> Result:
+    given = {**variables, "BATON_CONTROL_TOKEN": token}
+    return await asyncio.to_thread(CliRunner().invoke, ctl, args, env=given)
 
 
 def sent(harness: WorkerHarness) -> Command:
@@ -129,10 +132,25 @@ def test_the_token_is_read_from_flag_or_environment() -> None:
     async def main() -> None:
         async with running_worker(control_token="s3cret") as harness:
             port = str(harness.server.port)
-            result = await run(port, "status")
+            result = await run(port, "status", token=None)
             assert (result.exit_code, "unauthorized" in result.stderr) == (1, True)
-            assert (await run(port, "status", "--token", "s3cret")).exit_code == 0
-            assert (await run(port, "status", BATON_CONTROL_TOKEN="s3cret")).exit_code == 0
+            assert (await run(port, "status", "--token", "s3cret", token=None)).exit_code == 0
+            assert (await run(port, "status", token="s3cret")).exit_code == 0
+
+    run_bounded(main())
+
+
+@pytest.mark.parametrize("form", ["{port}", "localhost:{port}", "http://127.0.0.1:{port}/"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_generated_token_is_found(form: str, address: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running_worker() as harness:
+            port, cache = harness.server.port, {"XDG_CACHE_HOME": str(tmp_path)}
+            worker = form.format(port=port)
+            assert (await run(worker, "status", token=None, **cache)).exit_code == 1
+            with published_token(tmp_path / "baton" / "control", address, port, TOKEN):
+                assert (await run(worker, "status", token=None, **cache)).exit_code == 0
+            assert (await run(worker, "status", token=None, **cache)).exit_code == 1
 
     run_bounded(main())
 

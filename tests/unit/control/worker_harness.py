@@ -11,6 +11,7 @@ import msgspec
 
 from baton.config.load import control_token
 from baton.config.settings import Settings
+from baton.control.http.connections import DEFAULT_LIMITS, ConnectionLimits
 from baton.control.http.server import SystemServer
 from baton.ports.engine import Capabilities
 from baton.process.worker import Worker
@@ -21,6 +22,7 @@ from baton.testing.fakes import ControlStep, Script
 from baton.testing.memory_runtime import MemoryEndpoint, MemoryRuntime
 
 PATH = "baton.worker.generate"
+TOKEN = "the token of a worker that was given none"
 ONE_TOKEN: Script = [TokenDelta([1]), Finished(FinishReason.LENGTH)]
 DONE = Outcome(message="done")
 EVERYTHING = Capabilities(
@@ -45,14 +47,17 @@ class Reply(NamedTuple):
 class WorkerHarness:
     """A running worker and its system server."""
 
-    def __init__(self, engine: ScriptedEngine, **settings: Any) -> None:
+    def __init__(self, engine: ScriptedEngine, limits: ConnectionLimits = DEFAULT_LIMITS, **settings: Any) -> None:
         self.engine = engine
         self.runtime = MemoryRuntime()
         self.stop = asyncio.Event()
         self.ready = asyncio.Event()
         chosen = msgspec.structs.replace(Settings(engine="echo"), **settings)
         self.server = SystemServer(
-            "127.0.0.1", chosen.system_port, accepts_commands=chosen.accepts_commands, token=control_token(chosen)
+            "127.0.0.1",
+            chosen.system_port,
+            token=(control_token(chosen) or TOKEN) if chosen.accepts_commands else None,
+            limits=limits,
         )
         self.server.subject = self.worker = Worker(chosen, engine, self.runtime)
         self.running: asyncio.Task[None] = asyncio.create_task(self.worker.run(self.stop, self.ready.set))
@@ -65,7 +70,9 @@ class WorkerHarness:
     async def http(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> Reply:
-        """Call the system server; return the body decoded if it is JSON."""
+        """Call the system server, with `TOKEN` for commands; return the body decoded if it is JSON."""
+        if path.startswith("/control/") and not (headers or {}).get("Authorization"):
+            headers = {**(headers or {}), "Authorization": f"Bearer {TOKEN}"}
         data = io.BytesIO(body) if isinstance(body, bytes) else body
         async with (
             aiohttp.ClientSession() as session,

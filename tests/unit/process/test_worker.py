@@ -385,7 +385,7 @@ def test_a_stall_ends_the_drain() -> None:
     run_bounded(body())
 
 
-def test_a_worker_that_discovery_has_lost_ends_and_a_paused_one_does_not() -> None:
+def test_a_worker_that_discovery_has_lost_registers_again_and_a_paused_one_does_not() -> None:
     async def body() -> None:
         can = Capabilities(pause_modes=frozenset({"keep"}))
         engine = ScriptedEngine(ONE_TOKEN, capabilities=can, control=[PAUSED, CONTINUED])
@@ -401,7 +401,30 @@ def test_a_worker_that_discovery_has_lost_ends_and_a_paused_one_does_not() -> No
         await asyncio.sleep(0.3)
         assert not running.done()
         harness.endpoint.registered = False
-        with pytest.raises(EngineDead, match="discovery has lost"):
-            await running
+        await eventually(lambda: harness.endpoint.registered)
+        assert harness.worker.health().ready
+        harness.stop.set()
+        await running
+
+    run_bounded(body())
+
+
+def test_a_worker_that_cannot_register_again_finishes_its_requests_and_ends() -> None:
+    async def body() -> None:
+        more = asyncio.Event()
+        harness = WorkerHarness(ScriptedEngine(ONE_TOKEN, [more, *ONE_TOKEN]), canary_interval_s=0.02)
+        ending = asyncio.create_task(failure_of(harness))
+        await harness.ready.wait()
+        call = asyncio.create_task(harness.call("Hello"))
+        await eventually(lambda: harness.worker.gate.in_flight == 1)
+        harness.runtime.can_restore = False
+        harness.endpoint.registered = False
+        await eventually(lambda: harness.worker.health().state == "draining")
+        assert not call.done()
+        more.set()
+        assert await call
+        error = await ending
+        assert isinstance(error, EngineDead)
+        assert "discovery has lost this worker" in error.message
 
     run_bounded(body())

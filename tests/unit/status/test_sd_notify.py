@@ -101,3 +101,31 @@ def test_exit_of_the_supervisor_is_noticed(supervisor: socket.socket, monkeypatc
     with subprocess.Popen([sys.executable, "-c", PARENT]):
         while (message := supervisor.recv(4096)) != b"STATUS=orphaned":
             assert message == b"WATCHDOG=1"
+
+
+LATE_CHILD = """
+import asyncio, os, time
+from baton.status.sd_notify import notify, send_heartbeats
+parent = int(os.environ["SUPERVISOR_PID"])
+print("imported", flush=True)
+while os.getppid() == parent:
+    time.sleep(0.01)
+asyncio.run(send_heartbeats(lambda: notify("STATUS=orphaned")))
+"""
+
+EARLY_PARENT = f"""
+import os, subprocess, sys
+environment = {{**os.environ, "SUPERVISOR_PID": str(os.getpid())}}
+child = subprocess.Popen([sys.executable, "-c", {LATE_CHILD!r}], env=environment, stdout=subprocess.PIPE)
+child.stdout.readline()
+"""
+
+
+@pytest.mark.process
+def test_exit_of_the_supervisor_before_the_first_heartbeat_is_noticed(
+    supervisor: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "40000")
+    with subprocess.Popen([sys.executable, "-c", EARLY_PARENT]):
+        while (message := supervisor.recv(4096)) != b"STATUS=orphaned":
+            assert message == b"WATCHDOG=1"

@@ -1,18 +1,24 @@
-"""A supervised process is tracked from the moment that it exists."""
+"""A supervised process is tracked from the moment that it exists, and ends with what it has started."""
 
 import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
-from baton.testing import run_bounded
+from baton.errors import ConfigError
+from baton.testing import eventually, run_bounded
+from baton.topology.log_file import LogFile
 from baton.topology.process import Process
 
 
 @pytest.mark.process
 def test_cancelled_start_keeps_track_of_the_process(tmp_path: Path) -> None:
     async def body() -> None:
-        process = Process("one", "--version", {}, tmp_path, tmp_path / "one.log")
+        process = Process("one", "--version", {}, tmp_path / "one.sock", LogFile(tmp_path / "one.log", 1 << 20))
         try:
             for turns in range(6):
                 starting = asyncio.create_task(process.start(10))
@@ -25,3 +31,75 @@ def test_cancelled_start_keeps_track_of_the_process(tmp_path: Path) -> None:
             process.close()
 
     run_bounded(body(), 60)
+
+
+PROGRAM = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+if sys.argv[1:] != ["exit"]:
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def process_with_a_child(tmp_path: Path, command: str) -> Iterator[Process]:
+    """A supervised process whose program, in place of `baton`, starts a process of its own, as engines do."""
+    package = tmp_path / "program" / "baton"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(PROGRAM)
+    process = Process(
+        "one",
+        command,
+        {"PYTHONPATH": str(package.parent)},
+        tmp_path / "one.sock",
+        LogFile(tmp_path / "one.log", 1 << 20),
+    )
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def child_is_alive(process: Process) -> bool:
+    """Whether the process runs that the supervised process has started; its id is the last line of the log."""
+    try:
+        return psutil.Process(int(process.exit_reason())).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.process
+def test_kill_ends_the_processes_that_a_process_has_started(tmp_path: Path) -> None:
+    async def body() -> None:
+        with process_with_a_child(tmp_path, "stay") as process:
+            await process.start(10)
+            await eventually(lambda: process.exit_reason().isdigit() and child_is_alive(process))
+            process.send_signal(signal.SIGKILL)
+            assert await process.wait() == -signal.SIGKILL
+            await eventually(lambda: not child_is_alive(process))
+
+    run_bounded(body(), 60)
+
+
+@pytest.mark.process
+def test_processes_left_by_one_that_exits_are_ended(tmp_path: Path) -> None:
+    async def body() -> None:
+        with process_with_a_child(tmp_path, "exit") as process:
+            await process.start(10)
+            assert await process.wait() == 0
+            await eventually(lambda: not child_is_alive(process))
+
+    run_bounded(body(), 60)
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_a_config_error(tmp_path: Path) -> None:
+    directory = tmp_path / ("x" * 120)
+    directory.mkdir()
+
+    async def body() -> None:
+        with pytest.raises(ConfigError, match="TMPDIR"):
+            Process("one", "--version", {}, directory / "one.sock", None)
+
+    run_bounded(body())

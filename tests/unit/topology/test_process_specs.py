@@ -152,6 +152,13 @@ def test_invalid_topology_is_refused_before_processes_start(
         build_process_specs(load({"topology": str(file)}, {}, None), cores=8)
 
 
+def test_a_pool_whose_name_is_too_long_for_files_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "pools.yaml"
+    file.write_text(POOLS.replace("name: elsewhere", f"name: {'b' * 101}, workers: {{}}"))
+    with pytest.raises(ConfigError, match="at most 100 characters"):
+        build_process_specs(load({"topology": str(file)}, {}, None), cores=8)
+
+
 def test_topology_without_workers_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "pools.yaml"
     file.write_text("mode: aggregated\naggregated: {pools: [{name: a}]}")

@@ -1,5 +1,6 @@
 """The control API over HTTP: authorises a request, decodes its command, executes it and replies."""
 
+import asyncio
 import hmac
 import logging
 import time
@@ -11,6 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from baton.control.http.command_table import COMMAND_PATHS, PREFIX, CommandPath
+from baton.control.http.connections import ConnectionLimits
 from baton.control.http.replies import OK, BadBody, field_of, json_reply, reply_of
 from baton.errors import BatonError, InvalidRequest
 from baton.ports.control import Control
@@ -58,12 +60,20 @@ class TooLarge(InvalidRequest):
     status = 413
 
 
-class ControlApi:
-    """Everything under `/control/`. With a token, every request must bring it; without one, every request is served."""
+class BodyTimeout(InvalidRequest):
+    """The body did not arrive in time."""
 
-    def __init__(self, token: str, controlled: Callable[[], Controlled | None]) -> None:
+    code = "body_timeout"
+    status = 408
+
+
+class ControlApi:
+    """Everything under `/control/`. Every request must bring the token."""
+
+    def __init__(self, token: str, controlled: Callable[[], Controlled | None], limits: ConnectionLimits) -> None:
         self._token = token.encode()
         self._controlled = controlled
+        self._limits = limits
         self._paths: dict[tuple[str, str], CommandPath] = {
             (entry.method, f"{PREFIX}{entry.path}"): entry for entry in COMMAND_PATHS
         }
@@ -101,14 +111,18 @@ class ControlApi:
             raise Forbidden("commands from web pages are refused")
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         matches = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token)
-        if self._token and not (matches and scheme.lower() == "bearer"):
-            raise Unauthorized("commands need the token of this worker: Authorization: Bearer ...")
+        if not (matches and scheme.lower() == "bearer"):
+            raise Unauthorized(
+                "commands need the token of this worker (Authorization: Bearer ...); `baton ctl` finds a generated one"
+                " if the same user runs it on the same machine"
+            )
 
     def _handler(self, entry: CommandPath) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             control = self._control()
             if entry.command is not None:
-                return json_reply(await control.execute(await read_command(request, entry, entry.command)))
+                command = await read_command(request, entry, entry.command, self._limits)
+                return json_reply(await control.execute(command))
             status = control.status()
             if entry.reply is not Outcome:
                 return json_reply(status)
@@ -125,12 +139,19 @@ class ControlApi:
         return control
 
 
-async def read_command(request: web.Request, entry: CommandPath, kind: type[Command]) -> Command:
+async def read_command(
+    request: web.Request, entry: CommandPath, kind: type[Command], limits: ConnectionLimits
+) -> Command:
     """Return the command of `kind` in the body of `request`; no body counts as an empty object.
 
-    Raises TooLarge, InvalidRequest (not JSON) or BadBody (does not fit the command).
+    Raises TooLarge, BodyTimeout, InvalidRequest (not JSON) or BadBody (does not fit the command).
     """
-    body = await _read(request, entry.body_bytes)
+    timeout_s = limits.body_timeout_s + entry.body_bytes / limits.min_bytes_per_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            body = await _read(request, entry.body_bytes)
+    except TimeoutError:
+        raise BodyTimeout(f"the body did not arrive within {timeout_s:g} s") from None
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.ValidationError as error:

@@ -15,6 +15,7 @@ _REFUSALS = {
     "400": "The body is not JSON, or the engine refuses the command; nothing has changed",
     "401": "The token is missing or wrong",
     "403": "The request was sent by a web page",
+    "408": "The body did not arrive in time; nothing has changed",
     "409": "The command conflicts with the current state, and may be valid later; nothing has changed",
     "413": "The body is too large",
     "422": "The body does not fit the command; `field` is the field at fault",
@@ -36,7 +37,7 @@ def document(version: str) -> Json:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton control API", "version": version},
-        "security": [{}, {"token": []}],
+        "security": [{"token": []}],
         "paths": paths,
         "components": {
             "schemas": schemas,

@@ -3,6 +3,7 @@
 It starts before everything else and stops last, so its `Subject` is set later.
 """
 
+import asyncio
 import errno
 import logging
 import socket
@@ -14,7 +15,9 @@ from aiohttp.typedefs import Handler, Middleware
 
 from baton import __version__
 from baton.control.http.command_table import PREFIX
-from baton.control.http.control_api import ControlApi, Controlled
+from baton.control.http.connections import DEFAULT_LIMITS, ConnectionLimits, LimitedConnections
+from baton.control.http.control_api import ControlApi, Controlled, Forbidden
+from baton.control.http.host_check import is_own_host
 from baton.control.http.openapi import document
 from baton.control.http.replies import error_reply, json_reply, reply_of
 from baton.control.http.schemas import Health
@@ -39,19 +42,38 @@ class Subject(Controlled, Protocol):
 
 
 class SystemServer:
-    """Listens from `start` to `aclose`. Until it has a subject, the state is "starting"."""
+    """Listens from `start` to `aclose`. Until it has a subject, the state is "starting".
 
-    def __init__(self, host: str, port: int, *, accepts_commands: bool, token: str = "") -> None:
+    With a token it offers the control API, to requests that bring the token.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        token: str | None = None,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
+    ) -> None:
         self._host = host
         self._port = port
-        self._control = ControlApi(token, lambda: self.subject) if accepts_commands else None
+        self._limits = limits
+        self._address = ""
+        self._control = ControlApi(token, lambda: self.subject, limits) if token is not None else None
+        self._connections: LimitedConnections | None = None
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self.subject: Subject | None = None
 
     @property
     def port(self) -> int:
         """The port it listens on; after `start`, never 0."""
         return self._port
+
+    @property
+    def address(self) -> str:
+        """The IP address it listens on, after `start`."""
+        return self._address
 
     @property
     def url(self) -> str:
@@ -61,16 +83,21 @@ class SystemServer:
     async def start(self) -> None:
         """Listen. Raises ConfigError, naming the flag, if the address cannot be used."""
         listener = _listener(self._host, self._port)
-        self._port = int(listener.getsockname()[1])
+        self._address, self._port = listener.getsockname()[:2]
         self._runner = web.AppRunner(
             self._app(), access_log=None, handle_signals=False, shutdown_timeout=STOP_TIMEOUT_S
         )
         await self._runner.setup()
-        await web.SockSite(self._runner, listener, backlog=BACKLOG).start()
+        assert self._runner.server is not None
+        self._connections = LimitedConnections(self._runner.server, self._limits)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connections, sock=listener, backlog=BACKLOG)
 
     async def aclose(self) -> None:
         """Stop listening; running requests get `STOP_TIMEOUT_S`. Idempotent, and valid before `start`."""
         runner, self._runner = self._runner, None
+        if self._server is not None:
+            self._server.close()
         if runner is not None:
             await runner.cleanup()
 
@@ -86,14 +113,23 @@ class SystemServer:
 
     def _middleware(self) -> Middleware:
         @web.middleware
-        async def reply_to_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if not request.path.startswith(PREFIX):
-                return (await reply_of(request, handler)).response
-            if self._control is None:
-                return error_reply(404, "control_off", "the control API is off; see --control and --control-token")
-            return await self._control.serve(request, handler)
+        async def count_and_reply(request: web.Request, handler: Handler) -> web.StreamResponse:
+            assert self._connections is not None
+            with self._connections.serving(request.transport):
+                return await self._reply(request, handler)
 
-        return reply_to_errors
+        return count_and_reply
+
+    async def _reply(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        host = request.headers.get("Host", "")
+        if not is_own_host(host, self._address, self._host):
+            message = f"this server has no name {host!r}; use localhost or its IP address"
+            return error_reply(Forbidden.status, Forbidden.code, message)
+        if not request.path.startswith(PREFIX):
+            return (await reply_of(request, handler)).response
+        if self._control is None:
+            return error_reply(404, "control_off", "the control API is off; see --control and --control-token")
+        return await self._control.serve(request, handler)
 
     async def _live(self, _: web.Request) -> web.Response:
         return web.json_response({"live": True})

@@ -11,7 +11,7 @@ from dynamo import _core
 
 from baton.config.directories import discovery_directory
 from baton.config.runtime import RuntimeOptions
-from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest
+from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest, PeerLost
 from baton.ports.runtime import ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
 from baton.protocol.events import LoadSnapshot, Reading
@@ -143,6 +143,7 @@ class DynamoEndpoint:
     def __init__(self, raw: _core.Endpoint, server: _RequestServer) -> None:
         self._raw = raw
         self._registered = True
+        self._card: ModelCard | None = None
         self._kv_publisher: KvEventPublisher | None = None
         self._load_publisher = LoadPublisher()
         self._discovered: _core.Client | None = None
@@ -188,7 +189,9 @@ class DynamoEndpoint:
             )
         except Exception as error:
             raise ConfigError(f"cannot register the model in {card.directory}: {error}") from error
+        self._card = card
         await self._load_publisher.open(self._raw)
+        await self._close_kv_publisher()
         if card.kv_events:
             self._kv_publisher = KvEventPublisher(self._raw, card.block_size, card.dp_size)
 
@@ -202,6 +205,9 @@ class DynamoEndpoint:
     async def aclose(self) -> None:
         """End running requests and stop publishing. Takes `SHUTDOWN_TIMEOUT_S` at most."""
         await self.server.aclose()
+        await self._close_kv_publisher()
+
+    async def _close_kv_publisher(self) -> None:
         kv_publisher, self._kv_publisher = self._kv_publisher, None
         if kv_publisher is not None:
             await kv_publisher.close()
@@ -217,6 +223,13 @@ class DynamoEndpoint:
         if not self._registered:
             self._registered = True
             await self._raw.register_endpoint_instance()
+
+    async def restore(self) -> None:
+        """See `Runtime.restore`. The model and the event channels are entries of their own, which are lost too."""
+        if self._registered and not self.is_registered:
+            await self._raw.register_endpoint_instance()
+            if self._card is not None:
+                await self.register_model(self._card)
 
 
 class DynamoRuntime:
@@ -285,6 +298,14 @@ class DynamoRuntime:
         if kv_block_size is None:
             return DynamoClient(client)
         return DynamoClient(client, _core.KvRouter(endpoint, kv_block_size, _core.KvRouterConfig()))
+
+    async def restore(self) -> None:
+        """See `Runtime.restore`."""
+        for endpoint in self._endpoints:
+            try:
+                await endpoint.restore()
+            except Exception as error:
+                raise PeerLost(f"discovery does not accept this process again: {error}") from error
 
     async def metrics(self) -> str:
         """See `Runtime.metrics`. The runtime serves them only over HTTP, on a loopback port."""

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.control.http.host_check import is_own_host
 from baton.control.http.server import SystemServer
 from baton.errors import ConfigError, EngineFailed
 from baton.ports.engine import EngineInfo
@@ -124,18 +125,18 @@ def test_an_address_that_cannot_be_used_is_a_config_error() -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
             with pytest.raises(ConfigError, match=rf"{port}.*--system-port"):
-                await SystemServer("127.0.0.1", port, accepts_commands=False).start()
+                await SystemServer("127.0.0.1", port).start()
         with pytest.raises(ConfigError, match="--system-host"):
-            await SystemServer("192.0.2.1", 0, accepts_commands=False).start()
+            await SystemServer("192.0.2.1", 0).start()
         with pytest.raises(ConfigError, match="--system-host"):
-            await SystemServer("no such host", 0, accepts_commands=False).start()
+            await SystemServer("no such host", 0).start()
 
     run_bounded(body())
 
 
 def test_the_chosen_port_is_known_and_closing_is_idempotent() -> None:
     async def body() -> None:
-        server = SystemServer("127.0.0.1", 0, accepts_commands=False)
+        server = SystemServer("127.0.0.1", 0)
         await server.aclose()
         await server.start()
         assert server.port > 0
@@ -160,6 +161,29 @@ def test_a_command_that_hangs_does_not_block_the_close() -> None:
         await harness.running
 
     run_bounded(body())
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost", 200), ("localhost:80", 200), ("127.0.0.1", 200), ("[::1]:9", 200), ("127.9.9.9", 200),
+     ("evil.example", 403), ("evil.example:80", 403), ("192.0.2.1", 403), ("localhost.evil.example", 403)],
+)  # fmt: skip
+def test_on_loopback_requests_that_name_another_host_are_refused(host: str, status: int) -> None:
+    async def body() -> None:
+        async with running_worker() as harness:
+            for path in ("/live", "/metrics", "/control/status"):
+                reply = await harness.http("GET", path, headers={"Host": host})
+                assert reply.status == status
+                assert status == 200 or reply.body["error"]["code"] == "forbidden"
+
+    run_bounded(body())
+
+
+def test_elsewhere_a_server_is_reached_by_any_name() -> None:
+    assert is_own_host("worker-0.pods.example:9090", "10.0.0.1", "0.0.0.0")
+    assert is_own_host("worker-0.pods.example:9090", "::", "::")
+    assert is_own_host("mine:9090", "127.0.0.1", "mine")
+    assert is_own_host("", "127.0.0.1", "127.0.0.1")
 
 
 # Metrics
