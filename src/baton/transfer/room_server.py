@@ -272,17 +272,19 @@ class _ClaimSession:
         self._timer = self._refuse_after(GREETING_TIMEOUT_S, "no claim was received")
 
     def claim(self) -> None:
-        """Claim the room, or try again; wait if it is not open yet."""
+        """Claim the room, or try again; wait if it is not open yet. Only a peer with the secret learns a KV shape."""
         assert self._claim is not None
+        rooms, number, secret = self._producer.rooms, self._claim.room, self._claim.secret
         try:
+            if rooms.find_offered(number, secret) is None:
+                self._producer.wait_for_room(self, number)
+                return
             require_alike(self._memory, self._claim.memory)
-            self._room = self._producer.rooms.claim(self._claim.room, self._claim.secret)
+            self._room = rooms.claim(number, secret)
         except BatonError as error:
             self._refuse(error)
             return
-        if self._room is None:
-            self._producer.wait_for_room(self, self._claim.room)
-            return
+        assert self._room is not None
         self._timer.cancel()
         room = self._room
         self.connection.send(self._producer.attach(room, self))

@@ -98,8 +98,8 @@ class Rooms:
         room = self._open[number] = Room(number, secret, prompt_tokens)
         return room
 
-    def claim(self, number: int, secret: bytes) -> Room | None:
-        """Claim a room; None if it is not open yet. Raises PeerLost, or the error that the room ended with."""
+    def find_offered(self, number: int, secret: bytes) -> Room | None:
+        """Return the room to claim; None if it is not open yet. Raises PeerLost, or the error that it ended with."""
         room = self._open.get(number)
         if room is None:
             ending = self._remembered(number, secret)
@@ -109,7 +109,13 @@ class Rooms:
         self._check_secret(room, secret)
         if room.state is not RoomState.OFFERED:
             raise PeerLost(f"room {number} is already claimed")
-        self._move(room, RoomState.CLAIMED)
+        return room
+
+    def claim(self, number: int, secret: bytes) -> Room | None:
+        """Claim a room; None if it is not open yet. Raises PeerLost, or the error that the room ended with."""
+        room = self.find_offered(number, secret)
+        if room is not None:
+            self._move(room, RoomState.CLAIMED)
         return room
 
     def check(self, number: int, secret: bytes, blocks: Sequence[int]) -> None:

@@ -497,6 +497,22 @@ def test_incompatible_caches_are_refused_with_the_difference() -> None:
     run_bounded(body())
 
 
+def test_a_claim_without_the_secret_learns_nothing_of_the_model_and_the_kv_shape() -> None:
+    async def body() -> None:
+        async with pair(shape=msgspec.structs.replace(SHAPE, model="another", block_size=32)) as it:
+            lease = it.producer.offer(it.ticket(1), 16)
+            it.claim(1, secret=b"sixteen other by")
+            await it.lost_with(PeerLost, "wrong secret")
+            it.lost.clear()
+            it.claim(2)
+            await it.waiting()
+            it.producer.refuse(it.ticket(2), PeerLost("gone"))
+            await it.lost_with(PeerLost, "gone")
+            lease.fail(PeerLost("enough"))
+
+    run_bounded(body())
+
+
 def test_a_prefill_with_fewer_blocks_than_needed_is_refused() -> None:
     async def body() -> None:
         async with pair() as it:
