@@ -82,13 +82,13 @@ class Producer(Protocol):
         """The host and port that tickets name."""
 
     def offer(self, ticket: Ticket, prompt_tokens: int) -> Lease:
-        """Open the room of `ticket`. Raises InvalidRequest if it is in use.
+        """Open the room of `ticket`. Raises PeerLost if it is in use, Cancelled if its consumer has given it up.
 
         The lease expires when it is not claimed in time.
         """
 
     def refuse(self, ticket: Ticket, error: BatonError) -> None:
-        """Answer every claim for this ticket with `error`: there will be no lease."""
+        """Answer every claim for this ticket with `error`: there will be no lease. Does nothing if there is one."""
 
 
 class Claim(Protocol):

@@ -89,10 +89,6 @@ class RoomServer:
 
     def refuse(self, ticket: Ticket, error: BatonError) -> None:
         """See `Producer.refuse`."""
-        room = self.rooms.find(ticket.room, ticket.secret)
-        if room is not None:
-            self.end(room, RoomState.FAILED, error)
-            return
         self.rooms.refuse(ticket.room, ticket.secret, error)
         self._retry_claims(ticket.room)
 

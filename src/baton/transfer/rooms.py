@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from baton.errors import BatonError, Cancelled, InvalidRequest, PeerLost
+from baton.errors import BatonError, Cancelled, PeerLost
 
 
 class RoomState(enum.StrEnum):
@@ -88,9 +88,9 @@ class Rooms:
         return len(self._ended)
 
     def offer(self, number: int, secret: bytes, prompt_tokens: int) -> Room:
-        """Open a room. Raises InvalidRequest while its number is in use, Cancelled if its consumer has given it up."""
+        """Open a room. Raises PeerLost while its number is in use, Cancelled if its consumer has given it up."""
         if number in self._open:
-            raise InvalidRequest(f"bootstrap_room: {number} is in use")
+            raise PeerLost(f"bootstrap_room: {number} is in use by another request at this worker; retry with another")
         ending = self._remembered(number, secret)
         if ending is not None and not ending.was_open and isinstance(ending.error, Cancelled):
             raise ending.error
@@ -138,13 +138,8 @@ class Rooms:
         self._remember(room.number, room.secret, reason, was_open=True)
         return True
 
-    def find(self, number: int, secret: bytes) -> Room | None:
-        """Return the open room with this number and secret, if there is one."""
-        room = self._open.get(number)
-        return room if room is not None and hmac.compare_digest(room.secret, secret) else None
-
     def refuse(self, number: int, secret: bytes, error: BatonError) -> None:
-        """Remember that this room will not open, and the reason."""
+        """Remember that this room will not open, and the reason. Leaves a room alone that is open."""
         if number not in self._open:
             self._remember(number, secret, error, was_open=False)
 

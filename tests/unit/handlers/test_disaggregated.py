@@ -167,8 +167,8 @@ def test_a_refused_prefill_refuses_its_ticket() -> None:
         with pytest.raises(InvalidRequest):
             await collect(impossible.prefill.generate(request(), impossible.context))
         assert [type(error) for _, error in impossible.producer.refused] == [InvalidRequest]
-        used = Harness(ScriptedEngine(PREFILL), FakeProducer(InvalidRequest("in use")))
-        with pytest.raises(InvalidRequest):
+        used = Harness(ScriptedEngine(PREFILL), FakeProducer(PeerLost("in use")))
+        with pytest.raises(PeerLost):
             await collect(used.prefill.generate(request(), used.context))
         assert used.freed()
 

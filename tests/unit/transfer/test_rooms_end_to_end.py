@@ -182,6 +182,27 @@ def test_a_room_is_claimed_once() -> None:
     run_bounded(body())
 
 
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_second_prefill_with_the_same_ticket_leaves_the_lease_of_the_first(claimed: bool) -> None:
+    async def body() -> None:
+        async with pair() as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            if claimed:
+                it.claim().place(KvWanted(0, (1,)))
+                await it.claimed()
+            with pytest.raises(PeerLost, match="bootstrap_room: 0 is in use") as refused:
+                it.producer.offer(it.ticket(), 16)
+            it.producer.refuse(it.ticket(), refused.value)
+            if not claimed:
+                it.claim().place(KvWanted(0, (1,)))
+            lease.computed(KvComputed((5,), True))
+            await lease.ended()
+            await eventually(lambda: it.arrived == 1)
+            assert it.lost == []
+
+    run_bounded(body())
+
+
 def test_an_unclaimed_lease_expires() -> None:
     async def body() -> None:
         async with pair(msgspec.structs.replace(QUICK, claim_timeout_s=0.1)) as it:
