@@ -13,10 +13,19 @@ from baton.protocol.ids import RequestId
 log = logging.getLogger(__name__)
 
 
+def handoff_error(error: BaseException) -> BatonError:
+    """Return what the worker that claims the handoff gets to know of `error`, which ended the request here."""
+    if isinstance(error, BatonError):
+        return error
+    if isinstance(error, Exception):
+        return PeerLost("the worker that computes the handoff failed with an unexpected error; see its log")
+    return PeerLost("the request was ended")
+
+
 def fail_lease(lease: Lease | None, error: BaseException) -> None:
     """End `lease`, if there is one, with `error`: the worker that claims it gets the reason."""
     if lease is not None:
-        lease.fail(error if isinstance(error, BatonError) else PeerLost("the request was ended"))
+        lease.fail(handoff_error(error))
 
 
 class LeaseReaper:

@@ -128,7 +128,7 @@ class Consumer(Protocol):
     def claim(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> Claim:
         """Claim the room of `ticket`. Exactly one of the callbacks is called, once, unless the claim is closed before.
 
-        `on_lost` gets PeerLost, or the producer's error.
+        `on_lost` gets PeerLost, or the producer's error. If `on_arrived` raises, `on_lost` is called as well.
         """
 
     def decline(self, ticket: Ticket) -> None:

@@ -262,20 +262,25 @@ class RoomClaim:
         return await _within(ANSWER_TIMEOUT_S, self._opened, f"the prefill worker did not open transport {transport}")
 
     async def _run(self) -> None:
+        """Call a callback whatever happens, unless closed: without one the request waits until its deadline."""
         try:
             await self._get()
+            if self._error is None and not self._closed:
+                self._on_arrived()
         except asyncio.CancelledError:
             if self._error is None:  # closed from this side
                 return
         except BatonError as error:
-            self._connection.send(wire.encode_error(error))
-            self._error = self._error or error
-        if self._closed:
-            return
-        if self._error is None:
-            self._on_arrived()
-        else:
+            self._fail(error)
+        except Exception:  # translated for the request and for the producer
+            log.exception("room %d: the handoff failed", self.ticket.room)
+            self._fail(PeerLost("the KV handoff failed with an unexpected error; see the decode worker's log"))
+        if self._error is not None and not self._closed:
             self._on_lost(self._error)
+
+    def _fail(self, error: BatonError) -> None:
+        self._connection.send(wire.encode_error(error))
+        self._error = self._error or error
 
     def _clean_up(self, _: asyncio.Task[None]) -> None:
         """A callback, since a task that is cancelled before its first step never runs."""

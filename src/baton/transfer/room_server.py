@@ -84,7 +84,11 @@ class RoomServer:
         room = self.rooms.offer(ticket.room, ticket.secret, prompt_tokens)
         lease = self._leases[room] = RoomLease(self, room, self._options.claim_timeout_s)
         self._empty.clear()
-        self._retry_claims(room.number)
+        try:
+            self._retry_claims(room.number)
+        except Exception:
+            self.end(room, RoomState.FAILED, PeerLost("an unexpected error at the prefill worker; see its log"))
+            raise
         return lease
 
     def refuse(self, ticket: Ticket, error: BatonError) -> None:
@@ -151,6 +155,9 @@ class RoomServer:
             session.connection.send(wire.Opened(transport, await self._servers[transport].open()))
         except PeerLost as error:
             session.connection.send(wire.Opened(transport, problem=error.message))
+        except Exception:  # translated for the consumer, which then tries the next transport
+            log.exception("transport %s cannot be opened", transport)
+            session.connection.send(wire.Opened(transport, problem="an unexpected error at the prefill worker"))
 
     def _retry_claims(self, number: int) -> None:
         for session in self._waiting.pop(number, ()):

@@ -175,6 +175,29 @@ def test_a_refused_prefill_refuses_its_ticket() -> None:
     run_bounded(body())
 
 
+def test_a_prefill_that_fails_unexpectedly_refuses_its_ticket() -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine(PREFILL), FakeProducer(ZeroDivisionError("a fault")))
+        with pytest.raises(ZeroDivisionError):
+            await collect(harness.prefill.generate(request(), harness.context))
+        [(ticket, error)] = harness.producer.refused
+        assert ticket == TICKET
+        assert type(error) is PeerLost
+        assert harness.freed()
+
+    run_bounded(body())
+
+
+def test_a_prefill_that_is_stopped_before_its_room_opens_refuses_its_ticket() -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine(PREFILL), FakeProducer(asyncio.CancelledError()))
+        with pytest.raises(asyncio.CancelledError):
+            await collect(harness.prefill.generate(request(), harness.context))
+        assert [(ticket, type(error)) for ticket, error in harness.producer.refused] == [(TICKET, PeerLost)]
+
+    run_bounded(body())
+
+
 def test_a_room_declined_before_it_opens_ends_the_prefill_without_an_error() -> None:
     async def body() -> None:
         harness = Harness(ScriptedEngine(PREFILL), FakeProducer(Cancelled("declined")))

@@ -506,6 +506,72 @@ def test_a_lease_that_fails_while_its_kv_is_read_loses_the_claim() -> None:
     run_bounded(body())
 
 
+class BrokenChannel(StalledChannel):
+    """A Channel with a fault in its own code."""
+
+    async def fetch(self, ticket: Ticket, theirs: Sequence[int], mine: Sequence[int]) -> None:
+        raise ZeroDivisionError("a fault")
+
+
+def test_an_unexpected_exception_while_kv_is_fetched_loses_the_claim_on_both_sides() -> None:
+    async def body() -> None:
+        async with pair(transports=lambda _: [ScriptedClient(BrokenChannel())]) as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            lease.computed(KvComputed((5,), True))
+            it.claim().place(KvWanted(0, (1,)))
+            await it.lost_with(PeerLost, "unexpected error")
+            with pytest.raises(PeerLost, match="unexpected error"):
+                await lease.ended()
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a fault"), EngineFailed("cannot continue")])
+def test_an_engine_that_refuses_the_kv_that_arrived_fails_its_request(error: Exception) -> None:
+    async def body() -> None:
+        async with pair() as it:
+
+            def refuse() -> None:
+                raise error
+
+            it.producer.offer(it.ticket(), 16).computed(KvComputed((5,), True))
+            claim = it.consumer.claim(it.ticket(), refuse, it.lost.append)
+            claim.place(KvWanted(0, (1,)))
+            await it.lost_with(EngineFailed if isinstance(error, EngineFailed) else PeerLost, "")
+
+    run_bounded(body())
+
+
+def test_an_offer_that_fails_unexpectedly_leaves_no_room_and_loses_its_claim() -> None:
+    async def body() -> None:
+        async with pair() as it:
+            it.claim()
+            await it.waiting()
+            with pytest.raises(TypeError):
+                it.producer.offer(it.ticket(), object())  # type: ignore[arg-type]
+            await it.lost_with(PeerLost, "unexpected error")
+            assert sum(it.producer.rooms.open.values()) == 0
+
+    run_bounded(body())
+
+
+def test_a_transport_that_fails_to_open_unexpectedly_is_followed_by_the_next() -> None:
+    async def body() -> None:
+        theirs, mine = Cache(1), Cache(2)
+        # No descriptor of a file can be negative: the check of its seals raises ValueError.
+        memory = msgspec.structs.replace(theirs.memory, descriptor=-1)
+        producer = await open_room_server(QUICK, memory, "127.0.0.1")
+        consumer = RoomClient(QUICK, mine.memory, [ScriptedClient(), TcpClient(mine.memory)])
+        it = Pair(producer, consumer, theirs, mine)
+        producer.offer(it.ticket(), 16).computed(KvComputed((5,), True))
+        it.claim().place(KvWanted(0, (1,)))
+        await eventually(lambda: it.arrived == 1)
+        await consumer.close()
+        await producer.close()
+
+    run_bounded(body())
+
+
 def test_incompatible_caches_are_refused_with_the_difference() -> None:
     async def body() -> None:
         async with pair(shape=msgspec.structs.replace(SHAPE, block_size=32)) as it:
