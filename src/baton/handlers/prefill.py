@@ -41,7 +41,7 @@ class PrefillHandler:
         self._tracker = tracker
         self._producer = producer
         self._media_input = media_input or MediaInput()
-        self._reaper = LeaseReaper(engine, tracker.limits.abort_timeout_s)
+        self._reaper = LeaseReaper(engine, tracker.limits)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the room first and one token last. Raises the errors of `errors.py`; closing it aborts the prefill."""

@@ -254,6 +254,17 @@ def test_late_prefill_returns_a_ticket_and_holds_the_kv_until_the_lease_ends() -
     run_bounded(body())
 
 
+def test_late_kv_that_is_claimed_and_never_taken_is_freed_after_the_request_timeout() -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine(PREFILL), request_timeout_s=0.2)
+        await collect(harness.prefill.generate(request(None), harness.context))
+        await settle(lambda: harness.lease.failed)
+        assert type(harness.lease.failed) is DeadlineExceeded
+        await settle(harness.freed)
+
+    run_bounded(body())
+
+
 def test_a_cancelled_late_prefill_frees_its_kv() -> None:
     async def body() -> None:
         never = asyncio.Event()
