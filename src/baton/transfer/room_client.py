@@ -4,7 +4,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from baton.config.transfer import KvTransferOptions
@@ -35,14 +36,39 @@ def open_room_client(options: KvTransferOptions, memory: KvMemory | None) -> "Ro
 
 
 class _Peer:
-    """One producer process: its bootstrap address, and the channel to its memory once one has been negotiated."""
+    """One producer process: its bootstrap address, and the channel to its memory once one has been negotiated.
+
+    A channel is shared by all handoffs from that process, and closed when none of them uses it any more.
+    """
 
     def __init__(self) -> None:
         self.bootstrap_address: tuple[str, int] | None = None
         self.channel: Channel | None = None
         self.transport = ""
         self.negotiating = asyncio.Lock()
+        self.users = 0
         self.used_at = 0.0
+        self._dropped = False
+
+    def drop(self) -> None:
+        """No further handoff will use this."""
+        self._dropped = True
+        self._close_if_unused()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The channel stays open while the block runs."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._dropped and not self.users and self.channel is not None:
+            self.channel.close()
+            self.channel = None
 
 
 class RoomClient:
@@ -82,7 +108,7 @@ class RoomClient:
         for task in self._declining:
             task.cancel()
         for producer in tuple(self._peers):
-            self.drop(producer)
+            self._drop(producer)
         for client in self._transports:
             await client.close()
 
@@ -111,19 +137,31 @@ class RoomClient:
         """The connection to the ticket's address failed: another process may be there next time."""
         self._producers.pop((ticket.host, ticket.port), None)
 
-    async def channel_to(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Channel, str]:
-        """Return the channel to a producer's `memory`, and its transport; the first claim negotiates it."""
-        peer = self._peer(accepted.producer)
-        async with peer.negotiating:
-            if peer.channel is None:
-                peer.channel, peer.transport = await self._negotiate(claim, accepted, memory)
-            return peer.channel, peer.transport
+    @asynccontextmanager
+    async def channel_to(
+        self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory
+    ) -> AsyncIterator[tuple[Channel, str]]:
+        """Provide the channel to a producer's `memory`, and its transport; the first claim negotiates it.
 
-    def drop(self, producer: str) -> None:
-        """Close the channel to a producer, because it failed or is idle, and forget the producer."""
-        peer = self._peers.pop(producer, None)
-        if peer is not None and peer.channel is not None:
-            peer.channel.close()
+        A block that raises PeerLost has found it broken: later claims negotiate another one, and those that use this
+        one go on with it.
+        """
+        producer = accepted.producer
+        peer = self._peer(producer)
+        with peer.in_use():
+            async with peer.negotiating:
+                if peer.channel is None:
+                    peer.channel, peer.transport = await self._negotiate(claim, accepted, memory)
+            try:
+                yield peer.channel, peer.transport
+            except PeerLost:
+                if self._peers.get(producer) is peer:
+                    self._drop(producer)
+                raise
+
+    def _drop(self, producer: str) -> None:
+        """Forget a producer whose channel failed or is idle, and close the channel when nothing uses it."""
+        self._peers.pop(producer).drop()
         self._producers = {address: name for address, name in self._producers.items() if name != producer}
 
     async def connect(self, ticket: Ticket, connection: RoomConnection) -> None:
@@ -172,8 +210,8 @@ class RoomClient:
     def _drop_idle(self) -> None:
         now = time.monotonic()
         for producer, peer in tuple(self._peers.items()):
-            if now - peer.used_at > IDLE_PEER_S and not peer.negotiating.locked():
-                self.drop(producer)
+            if now - peer.used_at > IDLE_PEER_S and not peer.users:
+                self._drop(producer)
 
 
 class RoomClaim:
@@ -298,13 +336,8 @@ class RoomClaim:
         if memory is None or accepted.memory is None:
             await self._taken
             return
-        channel, transport = await self._consumer.channel_to(self, accepted, accepted.memory)
-        wanted = await self._wanted
-        try:
-            await self._fetch(channel, transport, wanted, memory)
-        except PeerLost:
-            self._consumer.drop(accepted.producer)
-            raise
+        async with self._consumer.channel_to(self, accepted, accepted.memory) as (channel, transport):
+            await self._fetch(channel, transport, await self._wanted, memory)
         self._connection.send(wire.Taken())
         problem = "the prefill worker did not confirm that the KV was still held"
         await _within(ANSWER_TIMEOUT_S, self._released, problem)

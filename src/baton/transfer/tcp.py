@@ -213,21 +213,31 @@ class TcpChannel:
         """Request the blocks and receive them in place. Bytes are written only while this runs."""
         source, target = block_pairs(self._theirs, theirs, self._mine, mine)
         async with self._lock:
-            if self._closed:
-                raise PeerLost("the channel to the producer is closed")
             try:
-                if self._connection is None:
-                    self._connection = await connect(ticket.host, ticket.port, self._connect_timeout_s)
-                    await send_bytes(self._connection, DATA_PREAMBLE, self._stall_timeout_s)
-                await self._request_blocks(self._connection, ticket, source, target)
+                await self._request_blocks(await self._connected(ticket), ticket, source, target)
             except BaseException:
                 self._drop()
                 raise
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; a fetch that is running ends with PeerLost and closes it then.
+
+        It watches the descriptor until it ends, so that this must not become the descriptor of another connection.
+        """
         self._closed = True
-        self._drop()
+        if self._lock.locked() and self._connection is not None:
+            shut_down(self._connection)
+        else:
+            self._drop()
+
+    async def _connected(self, ticket: Ticket) -> socket.socket:
+        """Return the connection, established if need be. Raises PeerLost."""
+        if self._connection is None and not self._closed:
+            self._connection = await connect(ticket.host, ticket.port, self._connect_timeout_s)
+            await send_bytes(self._connection, DATA_PREAMBLE, self._stall_timeout_s)
+        if self._connection is None or self._closed:
+            raise PeerLost("the channel to the producer is closed")
+        return self._connection
 
     async def _request_blocks(
         self, connection: socket.socket, ticket: Ticket, source: Numbers, target: Numbers

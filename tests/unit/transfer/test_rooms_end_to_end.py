@@ -506,6 +506,56 @@ def test_a_lease_that_fails_while_its_kv_is_read_loses_the_claim() -> None:
     run_bounded(body())
 
 
+class SharedChannel:
+    """A Channel that fails the fetches of room 1, and completes the others when `may_end` is set."""
+
+    def __init__(self) -> None:
+        self.fetching = 0
+        self.closed = 0
+        self.may_end = asyncio.Event()
+
+    async def fetch(self, ticket: Ticket, theirs: Sequence[int], mine: Sequence[int]) -> None:
+        if ticket.room == 1:
+            raise PeerLost("room 1 is not open")
+        self.fetching += 1
+        await self.may_end.wait()
+        self.fetching -= 1
+
+    def close(self) -> None:
+        assert not self.fetching, "a channel is closed when no fetch is running"
+        self.closed += 1
+
+
+def test_a_failed_fetch_leaves_the_channel_to_the_handoffs_that_use_it() -> None:
+    async def body() -> None:
+        channels: list[SharedChannel] = []
+
+        class Client(ScriptedClient):
+            async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> SharedChannel:  # type: ignore[override]
+                channels.append(SharedChannel())
+                return channels[-1]
+
+        async with pair(transports=lambda _: [Client()]) as it:
+            for room in (1, 2):
+                it.producer.offer(it.ticket(room), 16).computed(KvComputed((5,), True))
+            it.claim(2).place(KvWanted(0, (1,)))
+            await eventually(lambda: bool(channels) and channels[0].fetching == 1)
+            it.claim(1).place(KvWanted(0, (2,)))
+            await it.lost_with(PeerLost, "room 1 is not open")
+            assert channels[0].closed == 0
+            it.producer.offer(it.ticket(3), 16).computed(KvComputed((5,), True))
+            it.claim(3).place(KvWanted(0, (3,)))
+            await eventually(lambda: len(channels) == 2 and channels[1].fetching == 1)
+            for channel in channels:
+                channel.may_end.set()
+            await eventually(lambda: it.arrived == 2)
+            assert [channel.closed for channel in channels] == [1, 0], "new handoffs use a new channel"
+            assert len(it.lost) == 1
+        assert [channel.closed for channel in channels] == [1, 1]
+
+    run_bounded(body())
+
+
 class BrokenChannel(StalledChannel):
     """A Channel with a fault in its own code."""
 
