@@ -61,6 +61,8 @@ class RoomServer:
         self._listener = listener
         self._identity = uuid.uuid4().hex
         self._servers = transport_servers(options, memory, self.rooms.check) if memory is not None else {}
+        tcp = self._servers.get(TcpServer.name)
+        self._tcp = tcp if isinstance(tcp, TcpServer) else None
         self._leases: dict[Room, RoomLease] = {}
         self._waiting: dict[int, list[_ClaimSession]] = {}
         self._sessions: set[_ClaimSession] = set()
@@ -121,6 +123,8 @@ class RoomServer:
     def end(self, room: Room, state: RoomState, error: BatonError | None = None) -> None:
         """End a lease and notify both sides. Does nothing if it has ended."""
         if self.rooms.end(room, state, error):
+            if self._tcp is not None:
+                self._tcp.end_room(room.number)
             self._leases.pop(room).finish(error)
             if not self._leases:
                 self._empty.set()
@@ -188,9 +192,8 @@ class RoomServer:
         except BaseException:
             connection.close()
             raise
-        tcp = self._servers.get(TcpServer.name)
-        if preamble == wire.DATA_PREAMBLE and isinstance(tcp, TcpServer):
-            await tcp.serve(connection)
+        if preamble == wire.DATA_PREAMBLE and self._tcp is not None:
+            await self._tcp.serve(connection)
         elif preamble == wire.ROOM_PREAMBLE:
             session = _ClaimSession(self, self._memory, self._options)
             self._sessions.add(session)

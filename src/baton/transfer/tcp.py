@@ -32,6 +32,7 @@ from baton.transfer.block_copy import (
 )
 from baton.transfer.sockets import (
     Checksum,
+    Pump,
     array_span,
     configure,
     connect,
@@ -40,7 +41,7 @@ from baton.transfer.sockets import (
     receive_some,
     receive_spans,
     send_bytes,
-    send_spans,
+    sending,
     shut_down,
 )
 from baton.transfer.wire import DATA_PREAMBLE
@@ -81,6 +82,7 @@ class TcpServer:
         self._checksum = checksum
         self._stall_timeout_s = stall_timeout_s
         self._serving: dict[socket.socket, asyncio.Future[None]] = {}
+        self._sending: dict[int, set[Pump]] = {}  # by room
         self._closed = False
 
     async def open(self) -> dict[str, object]:
@@ -94,6 +96,11 @@ class TcpServer:
         for connection in self._serving:
             shut_down(connection)
         await asyncio.gather(*self._serving.values())
+
+    def end_room(self, room: int) -> None:
+        """Stop sending blocks of `room`, which others may write next; after return they are not read."""
+        for pump in self._sending.get(room, ()):
+            pump.stop(PeerLost(f"room {room} has ended"))
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer the requests on `connection` until the peer disconnects or stalls, then close it.
@@ -148,9 +155,20 @@ class TcpServer:
             raise
         head = np.frombuffer(ANSWER_HEAD.pack(0, requested.nbytes), np.uint8)
         checksum = Checksum() if request.checksum else None
-        await send_spans(connection, join_spans(array_span(head), requested), self._stall_timeout_s, checksum)
+        await self._send_blocks(request.room, sending(connection, join_spans(array_span(head), requested), checksum))
         if checksum is not None:
             await send_bytes(connection, CHECKSUM.pack(checksum.value), self._stall_timeout_s)
+
+    async def _send_blocks(self, room: int, pump: Pump) -> None:
+        """Send the blocks unless the room ends meanwhile. Raises PeerLost."""
+        pumps = self._sending.setdefault(room, set())
+        pumps.add(pump)
+        try:
+            await pump.run(self._stall_timeout_s)
+        finally:
+            pumps.discard(pump)
+            if not pumps:
+                self._sending.pop(room, None)
 
     def _requested_spans(self, request: Request) -> Spans:
         """Return the spans of the requested blocks. Raises PeerLost unless the room offers them to this consumer."""

@@ -18,7 +18,7 @@ from baton.testing import eventually, run_bounded
 from baton.transfer import wire
 from baton.transfer.room_client import RoomClaim, RoomClient, open_room_client
 from baton.transfer.room_server import RoomServer, open_room_server
-from baton.transfer.tcp import TcpClient
+from baton.transfer.tcp import ANSWER_HEAD, REQUEST_HEAD, Request, TcpClient
 from tests.unit.transfer.kv_caches import SECRET, SHAPE, Cache
 
 pytestmark = pytest.mark.process  # the compiler, for the copy of blocks in shared memory
@@ -617,6 +617,44 @@ def test_a_transport_that_fails_to_open_unexpectedly_is_followed_by_the_next() -
         it.claim().place(KvWanted(0, (1,)))
         await eventually(lambda: it.arrived == 1)
         await consumer.close()
+        await producer.close()
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("end", ["failed", "taken"])
+def test_blocks_are_not_sent_after_their_room_has_ended(end: str) -> None:
+    """The engine may write the KV of another request into them at once."""
+
+    async def body() -> None:
+        cache = Cache(1, planes=2, blocks=64, block_bytes=1 << 20)  # more than the buffers of a socket
+        options = msgspec.structs.replace(QUICK, transports="tcp", peer_timeout_s=10.0)
+        producer = await open_room_server(options, cache.memory, "127.0.0.1")
+        it = Pair(producer, open_room_client(options, cache.memory), cache, cache)
+        lease = producer.offer(it.ticket(), 16)
+        lease.computed(KvComputed(tuple(range(64)), True))
+        loop = asyncio.get_running_loop()
+        with (
+            claim_by_hand(it, wire.encode(wire.Claim(0, SECRET, cache.memory))) as room,
+            socket.create_connection(producer.address) as data,
+        ):
+            await it.claimed()
+            request = msgspec.msgpack.encode(Request(0, SECRET, np.arange(64, dtype="<u4").tobytes(), False))
+            proof = msgspec.msgpack.encode(Request(0, SECRET, b"", False))
+            data.sendall(wire.DATA_PREAMBLE + REQUEST_HEAD.pack(len(proof)) + proof)
+            data.setblocking(False)
+            received = len(await loop.sock_recv(data, ANSWER_HEAD.size))
+            await loop.sock_sendall(data, REQUEST_HEAD.pack(len(request)) + request)
+            received += len(await loop.sock_recv(data, 1))  # the answer has begun
+            if end == "failed":
+                lease.fail(PeerLost("enough"))
+            else:
+                room.sendall(wire.encode(wire.Taken()))
+                await lease.ended()
+            while received < cache.memory.nbytes and (part := await loop.sock_recv(data, 1 << 20)):
+                received += len(part)
+            assert received < cache.memory.nbytes
+        await it.consumer.close()
         await producer.close()
 
     run_bounded(body())
