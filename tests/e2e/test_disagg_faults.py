@@ -354,6 +354,7 @@ def test_bytes_that_mean_nothing_harm_nobody(pair: Pair, texts: dict[Question, s
         wire.ROOM_PREAMBLE + wire.encode(wire.Taken()),
         wire.ROOM_PREAMBLE + wire.encode(wire.Open("tcp")),
         wire.ROOM_PREAMBLE + wire.encode(wire.Claim(1, b"secret", other)),
+        wire.ROOM_PREAMBLE + wire.encode(wire.Claim(1, b"s" * 9000, other)),
         wire.DATA_PREAMBLE + os.urandom(4096),
     ]
     with Load(pair.serve, texts, CLIENTS) as load:

@@ -222,6 +222,12 @@ def test_a_room_without_a_secret_is_refused() -> None:
     run_bounded(body())
 
 
+@pytest.mark.parametrize("secret", [b"s" * 129, "s" * 129])
+def test_a_room_with_a_long_secret_is_refused(secret: object) -> None:
+    with pytest.raises(InvalidRequest, match="handoff_id: 129 bytes; 128 at most"):
+        ticket_of(request(Bootstrap(host="h", port=1, room=1, handoff_id=secret)))
+
+
 def test_the_room_determines_the_dp_rank() -> None:
     async def body() -> None:
         engine = ScriptedEngine(PREFILL, capabilities=Capabilities(dp_size=4))
@@ -469,6 +475,7 @@ def test_new_rooms_fit_63_bits_and_encode_their_rank(dp_size: int) -> None:
         {"ticket": {"host": "h", "port": 1, "room": 2**63, "secret": "00"}},
         {"ticket": {"host": "h", "port": 70000, "room": 1, "secret": "00"}},
         {"ticket": {"host": "h", "port": 1, "room": 1, "secret": ""}},
+        {"ticket": {"host": "h", "port": 1, "room": 1, "secret": "00" * 129}},
         {"ticket": {"host": "", "port": 1, "room": 1, "secret": "00"}},
     ],
 )

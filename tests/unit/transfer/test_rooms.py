@@ -79,13 +79,14 @@ def test_a_number_can_be_used_again_once_its_room_has_ended() -> None:
 
 def test_a_claim_withdrawn_before_its_offer_is_remembered() -> None:
     rooms, clock = new_rooms(memory_s=10)
-    rooms.refuse(5, SECRET, Cancelled("the client left"))
-    with pytest.raises(Cancelled, match="the client left"):
-        rooms.offer(5, SECRET, 1)
+    rooms.decline(5, SECRET)
+    for use in (lambda: rooms.offer(5, SECRET, 1), lambda: rooms.claim(5, SECRET)):
+        with pytest.raises(Cancelled, match="given up"):
+            use()
     rooms.offer(5, OTHER, 1)
     rooms.refuse(6, SECRET, EngineFailed("no"))
     rooms.offer(6, SECRET, 1)
-    rooms.refuse(8, SECRET, Cancelled("the client left"))
+    rooms.decline(8, SECRET)
     clock.now = 11
     rooms.offer(8, SECRET, 1)
 
@@ -100,7 +101,18 @@ def test_ended_rooms_are_forgotten_by_age_and_by_number() -> None:
     clock.now = 11
     assert rooms.claim(4, SECRET) is None
     rooms.end(rooms.offer(9, SECRET, 1), RoomState.EXPIRED)
+    rooms.forget_expired()
     assert rooms.remembered == 1, "expired records are removed"
+
+
+def test_declines_displace_no_ended_rooms() -> None:
+    rooms, _ = new_rooms(max_remembered=3)
+    rooms.end(rooms.offer(0, SECRET, 1), RoomState.EXPIRED)
+    for number in range(10):
+        rooms.decline(number, OTHER)
+    assert rooms.remembered == 4
+    with pytest.raises(PeerLost, match="expired"):
+        rooms.claim(0, SECRET)
 
 
 def test_an_unclaimed_room_cannot_be_done() -> None:

@@ -431,6 +431,92 @@ def test_invalid_bytes_close_their_own_connection_only(garbage: bytes) -> None:
     run_bounded(body(), limit_s=30)
 
 
+async def until_closed(caller: socket.socket) -> None:
+    """Read until the producer has closed the connection."""
+    caller.setblocking(False)
+    try:
+        while await asyncio.get_running_loop().sock_recv(caller, 4096):
+            pass
+    except ConnectionError:
+        pass
+
+
+LONG_MODEL = msgspec.structs.replace(SHAPE, model="m" * 1_000_000)
+LONG_MEMORY = KvMemory(shape=LONG_MODEL, address=0, planes=4, plane_bytes=1, block_bytes=1, blocks=1)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (wire.Claim(5, b"s" * 1_000_000, None), wire.Failed("cancelled", "")),
+        (wire.Claim(5, SECRET, LONG_MEMORY), wire.Failed("cancelled", "")),
+        (wire.Claim(5, SECRET, None), wire.Failed("cancelled", "m" * 1_000_000)),
+        (wire.Claim(5, SECRET, None), wire.Failed("peer_lost", "m")),
+    ],
+    ids=["secret", "memory", "reason", "not a decline"],
+)
+def test_nothing_that_is_sent_without_a_secret_is_remembered_but_declines(messages: Sequence[wire.Message]) -> None:
+    async def body() -> None:
+        async with pair() as it:
+            with claim_by_hand(it, *map(wire.encode, messages)) as caller:
+                await until_closed(caller)
+            assert it.producer.rooms.remembered == 0
+
+    run_bounded(body())
+
+
+def test_declined_tickets_are_forgotten_without_a_further_claim() -> None:
+    async def body() -> None:
+        async with pair(msgspec.structs.replace(QUICK, claim_timeout_s=0.3)) as it:
+            it.consumer.decline(it.ticket())
+            await eventually(lambda: it.producer.rooms.remembered == 1)
+            await eventually(lambda: it.producer.rooms.remembered == 0)
+
+    run_bounded(body())
+
+
+def test_connections_without_a_secret_are_limited_and_do_not_displace_claims() -> None:
+    async def body() -> None:
+        options = msgspec.structs.replace(QUICK, transports="tcp", max_connections=4, peer_timeout_s=10.0)
+        async with pair(options) as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            claim = it.claim()
+            await it.claimed()
+            waits = wire.encode(wire.Claim(99, SECRET, it.mine.memory))
+            sent = [b"", b"Bat", wire.ROOM_PREAMBLE, wire.ROOM_PREAMBLE + waits, wire.DATA_PREAMBLE]
+            callers = [socket.create_connection(it.producer.address) for _ in range(20)]
+            for number, caller in enumerate(callers):
+                caller.sendall(sent[number % len(sent)])
+            for caller in callers[:-3]:
+                await until_closed(caller)
+            assert it.producer.connections <= 4
+            claim.place(KvWanted(0, (1,)))
+            lease.computed(KvComputed((5,), True))
+            await eventually(lambda: it.arrived == 1)
+            assert it.lost == []
+            for caller in callers:
+                caller.close()
+
+    run_bounded(body())
+
+
+def test_a_connection_beyond_the_limit_is_refused_if_all_others_are_verified() -> None:
+    async def body() -> None:
+        async with pair(msgspec.structs.replace(QUICK, max_connections=2)) as it:
+            leases = [it.producer.offer(it.ticket(room), 16) for room in range(2)]
+            claims = [it.claim(room) for room in range(2)]
+            await eventually(lambda: it.producer.rooms.open["claimed"] == 2)
+            it.claim(99)
+            await it.lost_with(PeerLost, "")
+            assert it.producer.rooms.open["claimed"] == 2
+            for lease, claim in zip(leases, claims, strict=True):
+                await claim.close()
+                with pytest.raises(Cancelled):
+                    await lease.ended()
+
+    run_bounded(body())
+
+
 def test_a_corrupt_frame_after_the_claim_ends_that_room_only() -> None:
     async def body() -> None:
         async with pair() as it:

@@ -452,6 +452,26 @@ def test_a_connection_without_a_valid_request_is_closed(sent: bytes) -> None:
     run_bounded(body())
 
 
+@pytest.mark.parametrize("proved", [False, True])
+def test_only_a_consumer_with_a_secret_may_send_long_requests(proved: bool) -> None:
+    cache = Cache(1, planes=1, blocks=2000, block_bytes=8)
+
+    async def body() -> None:
+        async with served(TcpServer(cache.memory, only(None))) as port:
+            connection = await open_data_connection(port)
+            if proved:
+                connection.send(framed(Request(ROOM, SECRET, b"", False)))
+                await receive_bytes(connection, ANSWER_HEAD.size, 5.0)
+            connection.send(framed(Request(ROOM, SECRET, blocks_as_bytes(*range(2000)), False)))
+            if proved:
+                await receive_bytes(connection, ANSWER_HEAD.size + cache.memory.nbytes, 5.0)
+            else:
+                assert await count_until_closed(connection) == 0
+            connection.close()
+
+    run_bounded(body())
+
+
 def test_an_authorised_consumer_may_be_idle() -> None:
     cache, mine = Cache(1), Cache(2)
 
