@@ -4,8 +4,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from baton.config.transfer import KvTransferOptions
@@ -16,6 +16,7 @@ from baton.protocol.outputs import KvWanted
 from baton.transfer import wire
 from baton.transfer.block_copy import require_alike
 from baton.transfer.connection import RoomConnection, outgoing_connection
+from baton.transfer.producer_peer import ProducerPeer
 from baton.transfer.transports import transport_clients
 
 log = logging.getLogger(__name__)
@@ -35,42 +36,6 @@ def open_room_client(options: KvTransferOptions, memory: KvMemory | None) -> "Ro
     return RoomClient(options, memory, transport_clients(options, memory) if memory is not None else ())
 
 
-class _Peer:
-    """One producer process: its bootstrap address, and the channel to its memory once one has been negotiated.
-
-    A channel is shared by all handoffs from that process, and closed when none of them uses it any more.
-    """
-
-    def __init__(self) -> None:
-        self.bootstrap_address: tuple[str, int] | None = None
-        self.channel: Channel | None = None
-        self.transport = ""
-        self.negotiating = asyncio.Lock()
-        self.users = 0
-        self.used_at = 0.0
-        self._dropped = False
-
-    def drop(self) -> None:
-        """No further handoff will use this."""
-        self._dropped = True
-        self._close_if_unused()
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """The channel stays open while the block runs."""
-        self.users += 1
-        try:
-            yield
-        finally:
-            self.users -= 1
-            self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        if self._dropped and not self.users and self.channel is not None:
-            self.channel.close()
-            self.channel = None
-
-
 class RoomClient:
     """A Consumer (see `ports/transfer.py`). Event-loop thread only."""
 
@@ -82,7 +47,7 @@ class RoomClient:
         self.bytes_by_transport: defaultdict[str, float] = defaultdict(float)
         self.seconds_by_transport: defaultdict[str, float] = defaultdict(float)
         self._transports = transports
-        self._peers: dict[str, _Peer] = {}  # by identity of the producer's process
+        self._peers: dict[str, ProducerPeer] = {}  # by identity of the producer's process
         self._producers: dict[tuple[str, int], str] = {}  # the process that was last seen at an address
         self._claims: set[RoomClaim] = set()
         self._declining: set[asyncio.Task[None]] = set()
@@ -175,11 +140,11 @@ class RoomClient:
             reason = error.strerror or f"no answer within {self.options.connect_timeout_s:g} s"
             raise PeerLost(f"cannot connect to the prefill worker at {ticket.host}:{ticket.port}: {reason}") from None
 
-    def _peer(self, producer: str) -> _Peer:
+    def _peer(self, producer: str) -> ProducerPeer:
         peer = self._peers.get(producer)
         if peer is None:
             self._drop_idle()
-            peer = self._peers[producer] = _Peer()
+            peer = self._peers[producer] = ProducerPeer()
         peer.used_at = time.monotonic()
         return peer
 
