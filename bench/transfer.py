@@ -150,7 +150,7 @@ async def accept(listener: socket.socket, data: TcpServer, tasks: asyncio.TaskGr
         connection, _ = await loop.sock_accept(listener)
         connection.setblocking(False)
         await loop.sock_recv(connection, PREAMBLE_BYTES)
-        tasks.create_task(data.serve(connection))
+        tasks.create_task(data.serve(connection, lambda: None))
 
 
 @contextmanager

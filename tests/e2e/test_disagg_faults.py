@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from baton.config.runtime import RuntimeOptions
+from baton.errors import PeerLost
 from baton.ports.runtime import Client, Wire
 from baton.ports.transfer import KvMemory, KvShape
 from baton.protocol.codec import convert
@@ -275,6 +276,27 @@ def test_who_has_no_right_to_a_room_gets_nothing_and_takes_nothing(pair: Pair, t
     assert_nothing_held(pair.serve, prefill=1)
 
 
+def test_a_second_prefill_with_the_same_ticket_can_be_retried_and_the_first_keeps_its_room(pair: Pair) -> None:
+    done = pair.ended("done")
+
+    async def visits() -> None:
+        async with prefill_clients(pair) as (client, memory), open_room(pair, client, 11) as chunks:
+            guest = visit(pair, 11, b"secret", memory)
+            assert isinstance(await asyncio.to_thread(guest.hear), wire.Accepted)
+            with pytest.raises(PeerLost, match="11 is in use"):
+                async with open_room(pair, client, 11):
+                    pass
+            while not isinstance(message := await asyncio.to_thread(guest.hear), wire.Computed) or not message.complete:
+                assert isinstance(message, wire.Computed)
+            guest.send(wire.encode(wire.Taken()))
+            assert await asyncio.to_thread(guest.hear) == wire.Released()
+            assert await last_words(chunks) == ("length", 1)
+
+    asyncio.run(asyncio.wait_for(visits(), 60))
+    assert pair.ended("done") == done + 1
+    assert_nothing_held(pair.serve, prefill=1)
+
+
 def test_a_corrupt_frame_ends_only_its_own_room(pair: Pair, texts: dict[Question, str]) -> None:
     failed = pair.ended("failed")
 
@@ -333,6 +355,7 @@ def test_bytes_that_mean_nothing_harm_nobody(pair: Pair, texts: dict[Question, s
         wire.ROOM_PREAMBLE + wire.encode(wire.Taken()),
         wire.ROOM_PREAMBLE + wire.encode(wire.Open("tcp")),
         wire.ROOM_PREAMBLE + wire.encode(wire.Claim(1, b"secret", other)),
+        wire.ROOM_PREAMBLE + wire.encode(wire.Claim(1, b"s" * 9000, other)),
         wire.DATA_PREAMBLE + os.urandom(4096),
     ]
     with Load(pair.serve, texts, CLIENTS) as load:

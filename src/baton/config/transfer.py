@@ -58,6 +58,16 @@ class KvTransferOptions(msgspec.Struct, frozen=True, kw_only=True):
             " over; raise it on busy hosts"
         ),
     ] = 5.0
+    max_connections: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1_000_000,
+            description="connections that a prefill or encode worker accepts at one time on its KV port, and on its shm"
+            " socket; a decode worker needs one for each request that waits for KV, and one more. When it is reached,"
+            " connections that have not proved a secret are closed first",
+        ),
+    ] = 4096
     checksum: Annotated[
         bool,
         Meta(description="verify KV sent over tcp with a CRC-32; lowers throughput; enable it on unreliable networks"),

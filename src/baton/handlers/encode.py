@@ -49,7 +49,7 @@ class EncodeHandler:
         self._tracker = tracker
         self._loader = loader
         self._producer = producer
-        self._reaper = LeaseReaper(engine, tracker.limits.abort_timeout_s)
+        self._reaper = LeaseReaper(engine, tracker.limits)
         self._probe_refused = False
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:

@@ -3,28 +3,42 @@
 import asyncio
 import logging
 
-from baton.errors import BatonError, PeerLost
+from baton.errors import BatonError, DeadlineExceeded, PeerLost
 from baton.handlers.media import LoadedMedia
 from baton.handlers.relay import abort
 from baton.ports.engine import AbortableEngine
 from baton.ports.transfer import Lease
 from baton.protocol.ids import RequestId
+from baton.request.tracker import RequestLimits
 
 log = logging.getLogger(__name__)
+
+
+def handoff_error(error: BaseException) -> BatonError:
+    """Return what the worker that claims the handoff gets to know of `error`, which ended the request here."""
+    if isinstance(error, BatonError):
+        return error
+    if isinstance(error, Exception):
+        return PeerLost("the worker that computes the handoff failed with an unexpected error; see its log")
+    return PeerLost("the request was ended")
 
 
 def fail_lease(lease: Lease | None, error: BaseException) -> None:
     """End `lease`, if there is one, with `error`: the worker that claims it gets the reason."""
     if lease is not None:
-        lease.fail(error if isinstance(error, BatonError) else PeerLost("the request was ended"))
+        lease.fail(handoff_error(error))
 
 
 class LeaseReaper:
-    """Aborts the work of one engine when its lease ends, so that the engine frees what it holds for it."""
+    """Aborts the work of one engine when its lease ends, so that the engine frees what it holds for it.
 
-    def __init__(self, engine: AbortableEngine, abort_timeout_s: float) -> None:
+    A lease whose request has ended lasts for `request_timeout_s` at most: a consumer that has claimed it and only sends
+    heartbeats would hold it for ever.
+    """
+
+    def __init__(self, engine: AbortableEngine, limits: RequestLimits) -> None:
         self._engine = engine
-        self._abort_timeout_s = abort_timeout_s
+        self._limits = limits
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self, request_id: RequestId, lease: Lease, media: LoadedMedia) -> None:
@@ -36,9 +50,19 @@ class LeaseReaper:
     async def _reap(self, request_id: RequestId, lease: Lease, media: LoadedMedia) -> None:
         async with media:
             try:
-                await lease.ended()
+                await self._ended(lease)
                 media.used()
             except BatonError as error:
                 log.info("%s the handoff ended: %s", request_id, error.message)
             finally:
-                await abort(self._engine, request_id, self._abort_timeout_s)
+                await abort(self._engine, request_id, self._limits.abort_timeout_s)
+
+    async def _ended(self, lease: Lease) -> None:
+        limit_s = self._limits.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await lease.ended()
+        except TimeoutError:
+            error = DeadlineExceeded(f"the handoff was claimed and not taken within {limit_s:g} s")
+            lease.fail(error)
+            raise error from None

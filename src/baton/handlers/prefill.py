@@ -10,10 +10,9 @@ from contextlib import aclosing
 
 import msgspec
 
-from baton.errors import BatonError
 from baton.handlers.admission import admit
 from baton.handlers.kv_handoff import KvNotTaken, KvNotWanted, ProduceEarly, ProduceLate
-from baton.handlers.leases import LeaseReaper, fail_lease
+from baton.handlers.leases import LeaseReaper, fail_lease, handoff_error
 from baton.handlers.media import LoadedMedia, MediaInput
 from baton.handlers.relay import abort, relay
 from baton.handlers.tickets import new_ticket, ticket_from
@@ -42,7 +41,7 @@ class PrefillHandler:
         self._tracker = tracker
         self._producer = producer
         self._media_input = media_input or MediaInput()
-        self._reaper = LeaseReaper(engine, tracker.limits.abort_timeout_s)
+        self._reaper = LeaseReaper(engine, tracker.limits)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the room first and one token last. Raises the errors of `errors.py`; closing it aborts the prefill."""
@@ -62,9 +61,9 @@ class PrefillHandler:
             # fail the next attempt, which may run at this worker already.
             usage = Usage(prompt_tokens, 0)
             yield Chunk([], disaggregated_params={}, finish_reason=FinishReason.LENGTH, usage=usage)
-        except BatonError as error:
+        except BaseException as error:
             if ticket is not None:
-                self._producer.refuse(ticket, error)
+                self._producer.refuse(ticket, handoff_error(error))
             raise
 
     def _admit(

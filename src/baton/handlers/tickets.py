@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from baton.errors import InvalidRequest
 from baton.protocol.codec import DecodeError, convert
-from baton.protocol.handoff import ROOM_BITS, Bootstrap, Port, PrefillResult, Room, Ticket
+from baton.protocol.handoff import MAX_SECRET_BYTES, ROOM_BITS, Bootstrap, Port, PrefillResult, Room, Ticket
 from baton.protocol.requests import GenerateRequest
 
 SECRET_BYTES = 16
@@ -22,7 +22,7 @@ class _WireTicket(msgspec.Struct, frozen=True):
     host: Annotated[str, Meta(min_length=1)]
     port: Port
     room: Room
-    secret: Annotated[str, Meta(min_length=2)]
+    secret: Annotated[str, Meta(min_length=2, max_length=2 * MAX_SECRET_BYTES)]  # hexadecimal
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -81,6 +81,8 @@ def ticket_from(bootstrap: Bootstrap) -> Ticket:
             secret = b""
     if not secret:
         raise InvalidRequest("bootstrap_info.handoff_id: missing; it is the secret that protects the KV of the room")
+    if len(secret) > MAX_SECRET_BYTES:
+        raise InvalidRequest(f"bootstrap_info.handoff_id: {len(secret)} bytes; {MAX_SECRET_BYTES} at most")
     return Ticket(host=bootstrap.host, port=bootstrap.port, room=bootstrap.room, secret=secret)
 
 

@@ -82,13 +82,13 @@ class Producer(Protocol):
         """The host and port that tickets name."""
 
     def offer(self, ticket: Ticket, prompt_tokens: int) -> Lease:
-        """Open the room of `ticket`. Raises InvalidRequest if it is in use.
+        """Open the room of `ticket`. Raises PeerLost if it is in use, Cancelled if its consumer has given it up.
 
         The lease expires when it is not claimed in time.
         """
 
     def refuse(self, ticket: Ticket, error: BatonError) -> None:
-        """Answer every claim for this ticket with `error`: there will be no lease."""
+        """Answer every claim for this ticket with `error`: there will be no lease. Does nothing if there is one."""
 
 
 class Claim(Protocol):
@@ -128,7 +128,7 @@ class Consumer(Protocol):
     def claim(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> Claim:
         """Claim the room of `ticket`. Exactly one of the callbacks is called, once, unless the claim is closed before.
 
-        `on_lost` gets PeerLost, or the producer's error.
+        `on_lost` gets PeerLost, or the producer's error. If `on_arrived` raises, `on_lost` is called as well.
         """
 
     def decline(self, ticket: Ticket) -> None:

@@ -11,8 +11,10 @@ from msgspec import Meta
 from baton.protocol.extra import Extra, extra_field
 
 ROOM_BITS = 63
+MAX_SECRET_BYTES = 128
 
 Room = Annotated[int, Meta(ge=0, le=2**ROOM_BITS - 1)]
+Secret = Annotated[bytes, Meta(max_length=MAX_SECRET_BYTES)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
@@ -40,7 +42,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: Port
     room: Room
-    secret: bytes
+    secret: Secret
 
 
 class Produce(msgspec.Struct, frozen=True, kw_only=True, tag="produce"):

@@ -5,7 +5,15 @@ from collections.abc import Callable
 from typing import cast
 
 from baton.errors import PeerLost
-from baton.transfer.wire import ROOM_PREAMBLE, Frames, Heartbeat, Message, encode
+from baton.transfer.wire import (
+    MAX_CLAIM_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    ROOM_PREAMBLE,
+    Frames,
+    Heartbeat,
+    Message,
+    encode,
+)
 
 MAX_UNSENT_BYTES = 8 << 20
 
@@ -13,18 +21,23 @@ MAX_UNSENT_BYTES = 8 << 20
 class RoomConnection(asyncio.Protocol):
     """Calls `on_message` for each message but heartbeats, and `on_lost` once, unless `close` was called before."""
 
-    def __init__(self, heartbeat_s: float, peer_timeout_s: float, preamble: bytes = b"") -> None:
+    def __init__(self, heartbeat_s: float, peer_timeout_s: float, max_frame_bytes: int, preamble: bytes = b"") -> None:
         self.on_message: Callable[[Message], None] = _ignore
         self.on_lost: Callable[[PeerLost], None] = _ignore
         self._heartbeat_s = heartbeat_s
         self._peer_timeout_s = peer_timeout_s
         self._preamble = preamble
         self._loop = asyncio.get_running_loop()
-        self._frames = Frames()
+        self._frames = Frames(max_frame_bytes)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._received_at = self._loop.time()
         self._ended = False
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+
+    async def wait_closed(self) -> None:
+        """Wait until the established connection is closed on both sides."""
+        await asyncio.shield(self._closed)
 
     def send(self, message: Message) -> None:
         """Send `message`, unless the connection has ended."""
@@ -74,6 +87,7 @@ class RoomConnection(asyncio.Protocol):
         self._transport = None
         self._lose(PeerLost("the other worker closed the connection" if exc is None else f"connection lost: {exc}"))
         self._end()
+        self._closed.set_result(None)
 
     def _beat(self) -> None:
         silent_s = self._loop.time() - self._received_at
@@ -97,8 +111,13 @@ class RoomConnection(asyncio.Protocol):
 
 
 def outgoing_connection(heartbeat_s: float, peer_timeout_s: float) -> RoomConnection:
-    """Return a connection that sends the preamble when it is established."""
-    return RoomConnection(heartbeat_s, peer_timeout_s, ROOM_PREAMBLE)
+    """Return the connection of a consumer, which sends the preamble when it is established."""
+    return RoomConnection(heartbeat_s, peer_timeout_s, MAX_FRAME_BYTES, ROOM_PREAMBLE)
+
+
+def incoming_connection(heartbeat_s: float, peer_timeout_s: float) -> RoomConnection:
+    """Return the connection of a producer, whose preamble has been read."""
+    return RoomConnection(heartbeat_s, peer_timeout_s, MAX_CLAIM_FRAME_BYTES)
 
 
 def _ignore(_: object) -> None:

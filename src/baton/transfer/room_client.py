@@ -4,7 +4,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from baton.config.transfer import KvTransferOptions
@@ -15,6 +16,7 @@ from baton.protocol.outputs import KvWanted
 from baton.transfer import wire
 from baton.transfer.block_copy import require_alike
 from baton.transfer.connection import RoomConnection, outgoing_connection
+from baton.transfer.producer_peer import ProducerPeer
 from baton.transfer.transports import transport_clients
 
 log = logging.getLogger(__name__)
@@ -34,17 +36,6 @@ def open_room_client(options: KvTransferOptions, memory: KvMemory | None) -> "Ro
     return RoomClient(options, memory, transport_clients(options, memory) if memory is not None else ())
 
 
-class _Peer:
-    """One producer process: its bootstrap address, and the channel to its memory once one has been negotiated."""
-
-    def __init__(self) -> None:
-        self.bootstrap_address: tuple[str, int] | None = None
-        self.channel: Channel | None = None
-        self.transport = ""
-        self.negotiating = asyncio.Lock()
-        self.used_at = 0.0
-
-
 class RoomClient:
     """A Consumer (see `ports/transfer.py`). Event-loop thread only."""
 
@@ -56,7 +47,7 @@ class RoomClient:
         self.bytes_by_transport: defaultdict[str, float] = defaultdict(float)
         self.seconds_by_transport: defaultdict[str, float] = defaultdict(float)
         self._transports = transports
-        self._peers: dict[str, _Peer] = {}  # by identity of the producer's process
+        self._peers: dict[str, ProducerPeer] = {}  # by identity of the producer's process
         self._producers: dict[tuple[str, int], str] = {}  # the process that was last seen at an address
         self._claims: set[RoomClaim] = set()
         self._declining: set[asyncio.Task[None]] = set()
@@ -82,7 +73,7 @@ class RoomClient:
         for task in self._declining:
             task.cancel()
         for producer in tuple(self._peers):
-            self.drop(producer)
+            self._drop(producer)
         for client in self._transports:
             await client.close()
 
@@ -111,19 +102,31 @@ class RoomClient:
         """The connection to the ticket's address failed: another process may be there next time."""
         self._producers.pop((ticket.host, ticket.port), None)
 
-    async def channel_to(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Channel, str]:
-        """Return the channel to a producer's `memory`, and its transport; the first claim negotiates it."""
-        peer = self._peer(accepted.producer)
-        async with peer.negotiating:
-            if peer.channel is None:
-                peer.channel, peer.transport = await self._negotiate(claim, accepted, memory)
-            return peer.channel, peer.transport
+    @asynccontextmanager
+    async def channel_to(
+        self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory
+    ) -> AsyncIterator[tuple[Channel, str]]:
+        """Provide the channel to a producer's `memory`, and its transport; the first claim negotiates it.
 
-    def drop(self, producer: str) -> None:
-        """Close the channel to a producer, because it failed or is idle, and forget the producer."""
-        peer = self._peers.pop(producer, None)
-        if peer is not None and peer.channel is not None:
-            peer.channel.close()
+        A block that raises PeerLost has found it broken: later claims negotiate another one, and those that use this
+        one go on with it.
+        """
+        producer = accepted.producer
+        peer = self._peer(producer)
+        with peer.in_use():
+            async with peer.negotiating:
+                if peer.channel is None:
+                    peer.channel, peer.transport = await self._negotiate(claim, accepted, memory)
+            try:
+                yield peer.channel, peer.transport
+            except PeerLost:
+                if self._peers.get(producer) is peer:
+                    self._drop(producer)
+                raise
+
+    def _drop(self, producer: str) -> None:
+        """Forget a producer whose channel failed or is idle, and close the channel when nothing uses it."""
+        self._peers.pop(producer).drop()
         self._producers = {address: name for address, name in self._producers.items() if name != producer}
 
     async def connect(self, ticket: Ticket, connection: RoomConnection) -> None:
@@ -137,11 +140,11 @@ class RoomClient:
             reason = error.strerror or f"no answer within {self.options.connect_timeout_s:g} s"
             raise PeerLost(f"cannot connect to the prefill worker at {ticket.host}:{ticket.port}: {reason}") from None
 
-    def _peer(self, producer: str) -> _Peer:
+    def _peer(self, producer: str) -> ProducerPeer:
         peer = self._peers.get(producer)
         if peer is None:
             self._drop_idle()
-            peer = self._peers[producer] = _Peer()
+            peer = self._peers[producer] = ProducerPeer()
         peer.used_at = time.monotonic()
         return peer
 
@@ -172,8 +175,8 @@ class RoomClient:
     def _drop_idle(self) -> None:
         now = time.monotonic()
         for producer, peer in tuple(self._peers.items()):
-            if now - peer.used_at > IDLE_PEER_S and not peer.negotiating.locked():
-                self.drop(producer)
+            if now - peer.used_at > IDLE_PEER_S and not peer.users:
+                self._drop(producer)
 
 
 class RoomClaim:
@@ -262,20 +265,25 @@ class RoomClaim:
         return await _within(ANSWER_TIMEOUT_S, self._opened, f"the prefill worker did not open transport {transport}")
 
     async def _run(self) -> None:
+        """Call a callback whatever happens, unless closed: without one the request waits until its deadline."""
         try:
             await self._get()
+            if self._error is None and not self._closed:
+                self._on_arrived()
         except asyncio.CancelledError:
             if self._error is None:  # closed from this side
                 return
         except BatonError as error:
-            self._connection.send(wire.encode_error(error))
-            self._error = self._error or error
-        if self._closed:
-            return
-        if self._error is None:
-            self._on_arrived()
-        else:
+            self._fail(error)
+        except Exception:  # translated for the request and for the producer
+            log.exception("room %d: the handoff failed", self.ticket.room)
+            self._fail(PeerLost("the KV handoff failed with an unexpected error; see the decode worker's log"))
+        if self._error is not None and not self._closed:
             self._on_lost(self._error)
+
+    def _fail(self, error: BatonError) -> None:
+        self._connection.send(wire.encode_error(error))
+        self._error = self._error or error
 
     def _clean_up(self, _: asyncio.Task[None]) -> None:
         """A callback, since a task that is cancelled before its first step never runs."""
@@ -293,13 +301,8 @@ class RoomClaim:
         if memory is None or accepted.memory is None:
             await self._taken
             return
-        channel, transport = await self._consumer.channel_to(self, accepted, accepted.memory)
-        wanted = await self._wanted
-        try:
-            await self._fetch(channel, transport, wanted, memory)
-        except PeerLost:
-            self._consumer.drop(accepted.producer)
-            raise
+        async with self._consumer.channel_to(self, accepted, accepted.memory) as (channel, transport):
+            await self._fetch(channel, transport, await self._wanted, memory)
         self._connection.send(wire.Taken())
         problem = "the prefill worker did not confirm that the KV was still held"
         await _within(ANSWER_TIMEOUT_S, self._released, problem)

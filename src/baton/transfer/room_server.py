@@ -14,16 +14,17 @@ from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvComputed
 from baton.transfer import wire
 from baton.transfer.block_copy import require_alike
-from baton.transfer.connection import RoomConnection
+from baton.transfer.connection import incoming_connection
+from baton.transfer.connection_limit import ConnectionSlot
+from baton.transfer.listener import KvListener, Serve
 from baton.transfer.rooms import Room, Rooms, RoomState
-from baton.transfer.sockets import receive_bytes
 from baton.transfer.tcp import TcpServer
 from baton.transfer.transports import transport_servers
 
 log = logging.getLogger(__name__)
 
-GREETING_TIMEOUT_S = 5.0  # for the preamble, and for the claim after it
-ACCEPT_RETRY_S = 0.1
+CLAIM_MESSAGE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 BACKLOG = 512
 
 
@@ -58,16 +59,27 @@ class RoomServer:
         self._options = options
         self._memory = memory
         self._bootstrap_address = bootstrap_address
-        self._listener = listener
         self._identity = uuid.uuid4().hex
         self._servers = transport_servers(options, memory, self.rooms.check) if memory is not None else {}
+        tcp = self._servers.get(TcpServer.name)
+        self._tcp = tcp if isinstance(tcp, TcpServer) else None
         self._leases: dict[Room, RoomLease] = {}
         self._waiting: dict[int, list[_ClaimSession]] = {}
         self._sessions: set[_ClaimSession] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._spawn(self._accept())
+        self._spawn(self._forget_expired())
+        serve: dict[bytes, Serve] = {wire.ROOM_PREAMBLE: self._serve_room}
+        if self._tcp is not None:
+            tcp_serve = self._tcp.serve
+            serve[wire.DATA_PREAMBLE] = lambda connection, slot: tcp_serve(connection, slot.verify)
+        self._listener = KvListener(listener, options.max_connections, serve)
+
+    @property
+    def connections(self) -> int:
+        """How many connections the KV port has."""
+        return self._listener.limit.connections
 
     @property
     def open_sessions(self) -> int:
@@ -84,15 +96,15 @@ class RoomServer:
         room = self.rooms.offer(ticket.room, ticket.secret, prompt_tokens)
         lease = self._leases[room] = RoomLease(self, room, self._options.claim_timeout_s)
         self._empty.clear()
-        self._retry_claims(room.number)
+        try:
+            self._retry_claims(room.number)
+        except Exception:
+            self.end(room, RoomState.FAILED, PeerLost("an unexpected error at the prefill worker; see its log"))
+            raise
         return lease
 
     def refuse(self, ticket: Ticket, error: BatonError) -> None:
         """See `Producer.refuse`."""
-        room = self.rooms.find(ticket.room, ticket.secret)
-        if room is not None:
-            self.end(room, RoomState.FAILED, error)
-            return
         self.rooms.refuse(ticket.room, ticket.secret, error)
         self._retry_claims(ticket.room)
 
@@ -113,14 +125,16 @@ class RoomServer:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=GREETING_TIMEOUT_S)
-        self._listener.close()
+            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+        await self._listener.close()
         for server in self._servers.values():
             await server.close()
 
     def end(self, room: Room, state: RoomState, error: BatonError | None = None) -> None:
         """End a lease and notify both sides. Does nothing if it has ended."""
         if self.rooms.end(room, state, error):
+            if self._tcp is not None:
+                self._tcp.end_room(room.number)
             self._leases.pop(room).finish(error)
             if not self._leases:
                 self._empty.set()
@@ -155,45 +169,24 @@ class RoomServer:
             session.connection.send(wire.Opened(transport, await self._servers[transport].open()))
         except PeerLost as error:
             session.connection.send(wire.Opened(transport, problem=error.message))
+        except Exception:  # translated for the consumer, which then tries the next transport
+            log.exception("transport %s cannot be opened", transport)
+            session.connection.send(wire.Opened(transport, problem="an unexpected error at the prefill worker"))
 
     def _retry_claims(self, number: int) -> None:
         for session in self._waiting.pop(number, ()):
             session.claim()
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(self._listener)
-            except OSError as error:  # usually too many open files, which passes
-                log.warning("cannot accept a connection: %s", error)
-                await asyncio.sleep(ACCEPT_RETRY_S)
-                continue
-            self._spawn(self._greet(connection))
+    async def _serve_room(self, connection: socket.socket, slot: ConnectionSlot) -> None:
+        session = _ClaimSession(self, self._memory, self._options, slot)
+        self._sessions.add(session)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: session.connection, connection)
+        await session.connection.wait_closed()
 
-    async def _greet(self, connection: socket.socket) -> None:
-        """Read the preamble and start what it asks for."""
-        try:
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            async with asyncio.timeout(GREETING_TIMEOUT_S):
-                preamble = await receive_bytes(connection, wire.PREAMBLE_BYTES, GREETING_TIMEOUT_S)
-        except (OSError, PeerLost) as error:  # TimeoutError is an OSError
-            log.debug("a connection ended before its preamble: %s", error)
-            connection.close()
-            return
-        except BaseException:
-            connection.close()
-            raise
-        tcp = self._servers.get(TcpServer.name)
-        if preamble == wire.DATA_PREAMBLE and isinstance(tcp, TcpServer):
-            await tcp.serve(connection)
-        elif preamble == wire.ROOM_PREAMBLE:
-            session = _ClaimSession(self, self._memory, self._options)
-            self._sessions.add(session)
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: session.connection, connection)
-        else:
-            connection.close()
+    async def _forget_expired(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.claim_timeout_s)
+            self.rooms.forget_expired()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -260,29 +253,35 @@ class RoomLease:
 class _ClaimSession:
     """One connected consumer and its claim."""
 
-    def __init__(self, producer: RoomServer, memory: KvMemory | None, options: KvTransferOptions) -> None:
-        self.connection = RoomConnection(options.heartbeat_s, options.peer_timeout_s)
+    def __init__(
+        self, producer: RoomServer, memory: KvMemory | None, options: KvTransferOptions, slot: ConnectionSlot
+    ) -> None:
+        self.connection = incoming_connection(options.heartbeat_s, options.peer_timeout_s)
         self.connection.on_message = self._receive
         self.connection.on_lost = self._lost
         self._producer = producer
         self._memory = memory
+        self._slot = slot
         self._claim_timeout_s = options.claim_timeout_s
         self._claim: wire.Claim | None = None
         self._room: Room | None = None
-        self._timer = self._refuse_after(GREETING_TIMEOUT_S, "no claim was received")
+        self._timer = self._refuse_after(CLAIM_MESSAGE_TIMEOUT_S, "no claim was received")
 
     def claim(self) -> None:
-        """Claim the room, or try again; wait if it is not open yet."""
+        """Claim the room, or try again; wait if it is not open yet. Only a peer with the secret learns a KV shape."""
         assert self._claim is not None
+        rooms, number, secret = self._producer.rooms, self._claim.room, self._claim.secret
         try:
+            if rooms.find_offered(number, secret) is None:
+                self._producer.wait_for_room(self, number)
+                return
             require_alike(self._memory, self._claim.memory)
-            self._room = self._producer.rooms.claim(self._claim.room, self._claim.secret)
+            self._room = rooms.claim(number, secret)
         except BatonError as error:
             self._refuse(error)
             return
-        if self._room is None:
-            self._producer.wait_for_room(self, self._claim.room)
-            return
+        assert self._room is not None
+        self._slot.verify()
         self._timer.cancel()
         room = self._room
         self.connection.send(self._producer.attach(room, self))
@@ -322,7 +321,8 @@ class _ClaimSession:
         if self._room is not None:
             self._producer.end(self._room, _failed_state(error), error)
         else:
-            self._producer.rooms.refuse(self._claim.room, self._claim.secret, error)
+            if isinstance(error, Cancelled):
+                self._producer.rooms.decline(self._claim.room, self._claim.secret)
             self.close()
 
     def _refuse(self, error: BatonError) -> None:

@@ -14,9 +14,12 @@ import hmac
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from baton.errors import BatonError, Cancelled, InvalidRequest, PeerLost
+from baton.errors import BatonError, Cancelled, PeerLost
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class RoomState(enum.StrEnum):
@@ -54,21 +57,51 @@ class Room:
 class _Ending(NamedTuple):
     secret: bytes
     error: BatonError
-    was_open: bool
-    until: float
+
+
+class _RecentValues(Generic[K, V]):
+    """The values of the last `memory_s` seconds by key, the latest `limit` of them."""
+
+    def __init__(self, memory_s: float, limit: int, clock: Callable[[], float]) -> None:
+        self._memory_s = memory_s
+        self._limit = limit
+        self._clock = clock
+        self._values: OrderedDict[K, tuple[float, V]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K) -> V | None:
+        until, value = self._values.get(key, (0.0, None))
+        return value if until >= self._clock() else None
+
+    def put(self, key: K, value: V) -> None:
+        self.discard(key)
+        self._values[key] = (self._clock() + self._memory_s, value)
+        if len(self) > self._limit:
+            self._values.popitem(last=False)
+
+    def discard(self, key: K) -> None:
+        self._values.pop(key, None)
+
+    def remove_expired(self) -> None:
+        now = self._clock()
+        while self._values and next(iter(self._values.values()))[0] < now:
+            self._values.popitem(last=False)
 
 
 class Rooms:
-    """The open rooms of one worker, and those that ended in the last `memory_s` seconds, at most `max_remembered`."""
+    """The open rooms of one worker, and those that ended in the last `memory_s` seconds, at most `max_remembered`.
+
+    Declined tickets are remembered as long, apart from them: anybody who reaches the port can decline any ticket.
+    """
 
     def __init__(
         self, memory_s: float, clock: Callable[[], float] = time.monotonic, max_remembered: int = 10_000
     ) -> None:
-        self._memory_s = memory_s
-        self._max_remembered = max_remembered
-        self._clock = clock
         self._open: dict[int, Room] = {}
-        self._ended: OrderedDict[int, _Ending] = OrderedDict()
+        self._ended: _RecentValues[int, _Ending] = _RecentValues(memory_s, max_remembered, clock)
+        self._declined: _RecentValues[tuple[int, bytes], bool] = _RecentValues(memory_s, max_remembered, clock)
         self._endings: Counter[RoomState] = Counter()
 
     @property
@@ -84,32 +117,42 @@ class Rooms:
 
     @property
     def remembered(self) -> int:
-        """How many ended or refused rooms are remembered."""
-        return len(self._ended)
+        """How many ended, refused or declined rooms are remembered."""
+        return len(self._ended) + len(self._declined)
+
+    def forget_expired(self) -> None:
+        """Forget what has been remembered for long enough. To be called from time to time."""
+        self._ended.remove_expired()
+        self._declined.remove_expired()
 
     def offer(self, number: int, secret: bytes, prompt_tokens: int) -> Room:
-        """Open a room. Raises InvalidRequest while its number is in use, Cancelled if its consumer has given it up."""
+        """Open a room. Raises PeerLost while its number is in use, Cancelled if its consumer has given it up."""
         if number in self._open:
-            raise InvalidRequest(f"bootstrap_room: {number} is in use")
-        ending = self._remembered(number, secret)
-        if ending is not None and not ending.was_open and isinstance(ending.error, Cancelled):
-            raise ending.error
-        self._ended.pop(number, None)
+            raise PeerLost(f"bootstrap_room: {number} is in use by another request at this worker; retry with another")
+        self._check_declined(number, secret)
+        self._ended.discard(number)
         room = self._open[number] = Room(number, secret, prompt_tokens)
         return room
 
-    def claim(self, number: int, secret: bytes) -> Room | None:
-        """Claim a room; None if it is not open yet. Raises PeerLost, or the error that the room ended with."""
+    def find_offered(self, number: int, secret: bytes) -> Room | None:
+        """Return the room to claim; None if it is not open yet. Raises PeerLost, or the error that it ended with."""
         room = self._open.get(number)
         if room is None:
-            ending = self._remembered(number, secret)
-            if ending is not None:
+            self._check_declined(number, secret)
+            ending = self._ended.get(number)
+            if ending is not None and hmac.compare_digest(ending.secret, secret):
                 raise ending.error
             return None
         self._check_secret(room, secret)
         if room.state is not RoomState.OFFERED:
             raise PeerLost(f"room {number} is already claimed")
-        self._move(room, RoomState.CLAIMED)
+        return room
+
+    def claim(self, number: int, secret: bytes) -> Room | None:
+        """Claim a room; None if it is not open yet. Raises PeerLost, or the error that the room ended with."""
+        room = self.find_offered(number, secret)
+        if room is not None:
+            self._move(room, RoomState.CLAIMED)
         return room
 
     def check(self, number: int, secret: bytes, blocks: Sequence[int]) -> None:
@@ -129,18 +172,17 @@ class Rooms:
         del self._open[room.number]
         self._endings[state] += 1
         reason = error or PeerLost(f"room {room.number} has ended: {state}")
-        self._remember(room.number, room.secret, reason, was_open=True)
+        self._ended.put(room.number, _Ending(room.secret, reason))
         return True
 
-    def find(self, number: int, secret: bytes) -> Room | None:
-        """Return the open room with this number and secret, if there is one."""
-        room = self._open.get(number)
-        return room if room is not None and hmac.compare_digest(room.secret, secret) else None
-
     def refuse(self, number: int, secret: bytes, error: BatonError) -> None:
-        """Remember that this room will not open, and the reason."""
+        """Remember that this room will not open, and the reason. Leaves a room alone that is open."""
         if number not in self._open:
-            self._remember(number, secret, error, was_open=False)
+            self._ended.put(number, _Ending(secret, error))
+
+    def decline(self, number: int, secret: bytes) -> None:
+        """Remember that the consumer of a room that is not open has given it up."""
+        self._declined.put((number, secret), True)
 
     def _move(self, room: Room, state: RoomState) -> None:
         if state not in _MOVES[room.state]:
@@ -151,18 +193,6 @@ class Rooms:
         if not hmac.compare_digest(room.secret, secret):
             raise PeerLost(f"wrong secret for room {room.number}")
 
-    def _remembered(self, number: int, secret: bytes) -> _Ending | None:
-        ending = self._ended.get(number)
-        if ending is None or ending.until < self._clock() or not hmac.compare_digest(ending.secret, secret):
-            return None
-        return ending
-
-    def _remember(self, number: int, secret: bytes, error: BatonError, was_open: bool) -> None:
-        now = self._clock()
-        self._ended.pop(number, None)
-        self._ended[number] = _Ending(secret, error, was_open, now + self._memory_s)
-        while self._ended and (self.remembered > self._max_remembered or self._oldest().until < now):
-            self._ended.popitem(last=False)
-
-    def _oldest(self) -> _Ending:
-        return next(iter(self._ended.values()))
+    def _check_declined(self, number: int, secret: bytes) -> None:
+        if self._declined.get((number, secret)):
+            raise Cancelled("the decode worker has given up its claim")

@@ -1,7 +1,8 @@
 """The transport within one host: the producer's cache is a memory file that the consumer maps and copies from.
 
 The descriptor is passed, for reading only, over an abstract Unix socket, to a process of the same user that knows a
-room's secret. The connection stays open: when the producer dies it ends, and the consumer unmaps the memory.
+room's secret. Every local process can connect to such a socket: those of other users are disconnected at once. The
+connection of a consumer stays open: when the producer dies it ends, and the consumer unmaps the memory.
 
     consumer                        producer
     MapRequest ────────────────────►            one packet: room and secret
@@ -46,6 +47,7 @@ PACKET_BYTES = 4096
 BACKLOG = 128
 CONNECT_RETRY_S = 0.01
 ACCEPT_RETRY_S = 0.1
+CLOSED = "the producer closed the connection: it serves processes of the same user only, and kv.max_connections of them"
 # A round trip to a thread takes as long as copying this much.
 INLINE_BYTES = 1 << 20
 
@@ -75,11 +77,15 @@ class ShmServer:
 
     name = "shm"
 
-    def __init__(self, memory: KvMemory, check: Check, request_timeout_s: float = 3.0) -> None:
+    def __init__(
+        self, memory: KvMemory, check: Check, max_connections: int = 1024, request_timeout_s: float = 3.0
+    ) -> None:
         self._memory = memory
         self._check = check
+        self._max_connections = max_connections
         self._request_timeout_s = request_timeout_s
         self._listener: socket.socket | None = None
+        self.connections = 0  # that are served now
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> dict[str, object]:
@@ -118,37 +124,51 @@ class ShmServer:
                 log.warning("cannot accept a consumer: %s", error)
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
-            connection.setblocking(False)
-            self._start(self._serve(connection))
+            if self._may_serve(connection):
+                connection.setblocking(False)
+                self.connections += 1
+                self._start(self._serve(connection))
+            else:
+                connection.close()
+
+    def _may_serve(self, connection: socket.socket) -> bool:
+        if (uid := peer_uid(connection)) != os.geteuid():
+            log.debug("a process of user %d tried to map the KV cache; only those of the same user may", uid)
+            return False
+        if self.connections >= self._max_connections:
+            log.warning("a consumer was refused: %d are connected (kv.max_connections)", self.connections)
+            return False
+        return True
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Answer one consumer, then hold the connection until it disconnects."""
+        """Answer one consumer; unless it is refused, hold the connection until it disconnects."""
         loop = asyncio.get_running_loop()
         with connection:
             try:
                 async with asyncio.timeout(self._request_timeout_s):
                     packet = await loop.sock_recv(connection, PACKET_BYTES)
-                self._answer(connection, packet)
-                await loop.sock_recv(connection, 1)
+                if self._answer(connection, packet):
+                    await loop.sock_recv(connection, 1)
             except (OSError, TimeoutError) as error:
                 log.debug("a consumer disconnected: %r", error)
+            finally:
+                self.connections -= 1
 
-    def _answer(self, connection: socket.socket, packet: bytes) -> None:
+    def _answer(self, connection: socket.socket, packet: bytes) -> bool:
+        """Pass the descriptor, or the reason for a refusal; return whether it was passed."""
         try:
             request = msgspec.msgpack.decode(packet, type=MapRequest)
-            if peer_uid(connection) != os.geteuid():
-                raise PeerLost("only processes of the same user may map this KV cache")
             self._check(request.room, request.secret, ())
         except (msgspec.MsgspecError, PeerLost) as error:
             connection.send(msgspec.msgpack.encode(MapAnswer(problem=str(error)[:1000])))
-            connection.shutdown(socket.SHUT_WR)
-            return
+            return False
         descriptor = os.open(f"/proc/self/fd/{self._memory.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             answer = msgspec.msgpack.encode(MapAnswer(size=self._memory.nbytes))
             socket.send_fds(connection, [answer], [descriptor])
         finally:
             os.close(descriptor)
+        return True
 
 
 class ShmClient:
@@ -175,6 +195,8 @@ class ShmClient:
             return await self._map(ticket, memory, name)
         except TimeoutError:
             raise PeerLost(f"the producer has not answered within {self._connect_timeout_s:g} s") from None
+        except ConnectionError:
+            raise PeerLost(CLOSED) from None
         except OSError as error:
             raise PeerLost(f"the producer's KV cache cannot be mapped: {error}") from None
 
@@ -283,6 +305,8 @@ async def _connect(connection: socket.socket, name: str) -> None:
 def _receive_mapping(connection: socket.socket, memory: KvMemory) -> NDArray[np.uint8]:
     """Receive the producer's answer and map the passed file. Raises PeerLost."""
     packet, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES, 1)
+    if not packet:
+        raise PeerLost(CLOSED)
     try:
         answer = msgspec.msgpack.decode(packet, type=MapAnswer)
         if answer.problem or not descriptors:
@@ -290,7 +314,7 @@ def _receive_mapping(connection: socket.socket, memory: KvMemory) -> NDArray[np.
         require_sound(memory, sealed_size(descriptors[0]))
         return np.frombuffer(mmap.mmap(descriptors[0], memory.nbytes, prot=mmap.PROT_READ), np.uint8)
     except msgspec.MsgspecError:
-        raise PeerLost("the producer closed the connection or sent an invalid answer") from None
+        raise PeerLost("the producer sent an invalid answer") from None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

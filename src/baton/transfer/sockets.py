@@ -100,6 +100,12 @@ class Pump:
             if self._timer is not None:
                 self._timer.cancel()
 
+    def stop(self, error: PeerLost) -> None:
+        """End with `error` unless everything has moved; after return no memory is read or written."""
+        if not self._done.done():
+            self._done.set_exception(error)
+            self._done.exception()  # marks it as retrieved: `run` may have been cancelled
+
     def _check_stall(self, stall_timeout_s: float) -> None:
         """Fail if no byte has moved for too long, else check again at the earliest time when that can be."""
         left_s = self._moved_at + stall_timeout_s - self._loop.time()
@@ -143,11 +149,9 @@ class Pump:
             self._done.set_exception(PeerLost(f"the connection to the other worker failed: {os.strerror(number)}"))
 
 
-async def send_spans(
-    connection: socket.socket, spans: Spans, stall_timeout_s: float, checksum: Checksum | None = None
-) -> None:
-    """Send the bytes at `spans`, which must stay valid until this ends. Raises PeerLost."""
-    await Pump(_libc.sendmsg, connection, spans, checksum).run(stall_timeout_s)
+def sending(connection: socket.socket, spans: Spans, checksum: Checksum | None = None) -> Pump:
+    """Return a pump that sends the bytes at `spans`, which must stay valid until it ends or is stopped."""
+    return Pump(_libc.sendmsg, connection, spans, checksum)
 
 
 async def receive_spans(
@@ -159,7 +163,7 @@ async def receive_spans(
 
 async def send_bytes(connection: socket.socket, data: bytes, stall_timeout_s: float) -> None:
     array = np.frombuffer(data, np.uint8)
-    await send_spans(connection, array_span(array), stall_timeout_s)
+    await sending(connection, array_span(array)).run(stall_timeout_s)
 
 
 async def receive_bytes(connection: socket.socket, size: int, stall_timeout_s: float) -> bytes:

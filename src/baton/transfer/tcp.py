@@ -12,7 +12,8 @@ import logging
 import socket
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ from baton.transfer.block_copy import (
 )
 from baton.transfer.sockets import (
     Checksum,
+    Pump,
     array_span,
     configure,
     connect,
@@ -40,7 +42,7 @@ from baton.transfer.sockets import (
     receive_some,
     receive_spans,
     send_bytes,
-    send_spans,
+    sending,
     shut_down,
 )
 from baton.transfer.wire import DATA_PREAMBLE
@@ -50,7 +52,7 @@ log = logging.getLogger(__name__)
 REQUEST_HEAD = struct.Struct("<I")
 ANSWER_HEAD = struct.Struct("<IQ")
 CHECKSUM = struct.Struct("<I")
-REQUEST_EXTRA_BYTES = 4096
+MAX_PROOF_BYTES = 4096  # of a request without blocks
 REASON_BYTES = 1000
 SMALL_BYTES = 64 << 10
 
@@ -81,6 +83,7 @@ class TcpServer:
         self._checksum = checksum
         self._stall_timeout_s = stall_timeout_s
         self._serving: dict[socket.socket, asyncio.Future[None]] = {}
+        self._sending: dict[int, set[Pump]] = {}  # by room
         self._closed = False
 
     async def open(self) -> dict[str, object]:
@@ -95,11 +98,16 @@ class TcpServer:
             shut_down(connection)
         await asyncio.gather(*self._serving.values())
 
-    async def serve(self, connection: socket.socket) -> None:
+    def end_room(self, room: int) -> None:
+        """Stop sending blocks of `room`, which others may write next; after return they are not read."""
+        for pump in self._sending.get(room, ()):
+            pump.stop(PeerLost(f"room {room} has ended"))
+
+    async def serve(self, connection: socket.socket, on_verified: Callable[[], None]) -> None:
         """Answer the requests on `connection` until the peer disconnects or stalls, then close it.
 
-        It is non-blocking, and its preamble has been read. The first request must arrive within the stall timeout: it
-        proves that the consumer has a secret.
+        It is non-blocking, and its preamble has been read. The first request must arrive within the stall timeout and
+        be short: it proves that the consumer has a secret. Then `on_verified` is called.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._serving[connection] = ended
@@ -107,10 +115,11 @@ class TcpServer:
             if self._closed:
                 return
             configure(connection)
-            request = await self._request(connection, self._stall_timeout_s)
+            await self._answer(connection, await self._request(connection, self._stall_timeout_s, MAX_PROOF_BYTES))
+            on_verified()
+            limit = MAX_PROOF_BYTES + 4 * self._memory.blocks
             while True:
-                await self._answer(connection, request)
-                request = await self._request(connection, None)
+                await self._answer(connection, await self._request(connection, None, limit))
         except (PeerLost, OSError) as error:
             log.debug("a consumer disconnected: %s", error)
         finally:
@@ -118,25 +127,18 @@ class TcpServer:
             del self._serving[connection]
             ended.set_result(None)
 
-    async def _request(self, connection: socket.socket, timeout_s: float | None) -> Request:
+    async def _request(self, connection: socket.socket, timeout_s: float | None, max_bytes: int) -> Request:
         """Return the next request; once begun, it must be complete within the stall timeout. Raises PeerLost."""
         data = await receive_some(connection, SMALL_BYTES, timeout_s)
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                while len(data) < REQUEST_HEAD.size or len(data) < self._request_bytes(data):
+                while len(data) < REQUEST_HEAD.size or len(data) < _request_bytes(data, max_bytes):
                     data += await receive_some(connection, SMALL_BYTES, None)
             return msgspec.msgpack.decode(data[REQUEST_HEAD.size :], type=Request)
         except TimeoutError:
             raise PeerLost("a request is incomplete") from None
         except msgspec.MsgspecError as error:
             raise PeerLost(f"a request cannot be decoded: {error}") from None
-
-    def _request_bytes(self, data: bytes) -> int:
-        (length,) = REQUEST_HEAD.unpack_from(data)
-        limit = REQUEST_EXTRA_BYTES + 4 * self._memory.blocks
-        if length > limit:
-            raise PeerLost(f"a request of {length} bytes is longer than {limit}")
-        return REQUEST_HEAD.size + int(length)
 
     async def _answer(self, connection: socket.socket, request: Request) -> None:
         """Send the requested blocks, or the reason for a refusal. Raises PeerLost, also after a refusal."""
@@ -148,9 +150,20 @@ class TcpServer:
             raise
         head = np.frombuffer(ANSWER_HEAD.pack(0, requested.nbytes), np.uint8)
         checksum = Checksum() if request.checksum else None
-        await send_spans(connection, join_spans(array_span(head), requested), self._stall_timeout_s, checksum)
+        await self._send_blocks(request.room, sending(connection, join_spans(array_span(head), requested), checksum))
         if checksum is not None:
             await send_bytes(connection, CHECKSUM.pack(checksum.value), self._stall_timeout_s)
+
+    async def _send_blocks(self, room: int, pump: Pump) -> None:
+        """Send the blocks unless the room ends meanwhile. Raises PeerLost."""
+        pumps = self._sending.setdefault(room, set())
+        pumps.add(pump)
+        try:
+            await pump.run(self._stall_timeout_s)
+        finally:
+            pumps.discard(pump)
+            if not pumps:
+                self._sending.pop(room, None)
 
     def _requested_spans(self, request: Request) -> Spans:
         """Return the spans of the requested blocks. Raises PeerLost unless the room offers them to this consumer."""
@@ -160,6 +173,14 @@ class TcpServer:
         self._check(request.room, request.secret, blocks.tolist())
         require_host(self._memory, self.name)
         return spans(self._memory, block_numbers(self._memory, blocks))
+
+
+def _request_bytes(data: bytes, max_bytes: int) -> int:
+    """Return the length of a request whose head is complete. Raises PeerLost if it is too long."""
+    (length,) = REQUEST_HEAD.unpack_from(data)
+    if length > max_bytes:
+        raise PeerLost(f"a request of {length} bytes is longer than {max_bytes}")
+    return REQUEST_HEAD.size + int(length)
 
 
 class TcpClient:
@@ -187,7 +208,7 @@ class TcpClient:
         channel = TcpChannel(
             self._mine, memory, self._checksum or required, self._connect_timeout_s, self._stall_timeout_s
         )
-        await channel.fetch(ticket, (), ())
+        await channel.open(ticket)
         return channel
 
     async def close(self) -> None:
@@ -209,25 +230,48 @@ class TcpChannel:
         self._connection: socket.socket | None = None
         self._closed = False
 
+    async def open(self, ticket: Ticket) -> None:
+        """Connect and prove the ticket's secret. Raises PeerLost."""
+        async with self._one_at_a_time():
+            await self._connected(ticket)
+
     async def fetch(self, ticket: Ticket, theirs: Sequence[int], mine: Sequence[int]) -> None:
         """Request the blocks and receive them in place. Bytes are written only while this runs."""
         source, target = block_pairs(self._theirs, theirs, self._mine, mine)
+        async with self._one_at_a_time():
+            await self._request_blocks(await self._connected(ticket), ticket, source, target)
+
+    def close(self) -> None:
+        """Close the connection; a fetch that is running ends with PeerLost and closes it then.
+
+        It watches the descriptor until it ends, so that this must not become the descriptor of another connection.
+        """
+        self._closed = True
+        if self._lock.locked() and self._connection is not None:
+            shut_down(self._connection)
+        else:
+            self._drop()
+
+    @asynccontextmanager
+    async def _one_at_a_time(self) -> AsyncIterator[None]:
+        """After an error the state of the connection is not known: it is closed."""
         async with self._lock:
-            if self._closed:
-                raise PeerLost("the channel to the producer is closed")
             try:
-                if self._connection is None:
-                    self._connection = await connect(ticket.host, ticket.port, self._connect_timeout_s)
-                    await send_bytes(self._connection, DATA_PREAMBLE, self._stall_timeout_s)
-                await self._request_blocks(self._connection, ticket, source, target)
+                yield
             except BaseException:
                 self._drop()
                 raise
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._closed = True
-        self._drop()
+    async def _connected(self, ticket: Ticket) -> socket.socket:
+        """Return the connection, established if need be: it begins with a request without blocks. Raises PeerLost."""
+        if self._connection is None and not self._closed:
+            self._connection = await connect(ticket.host, ticket.port, self._connect_timeout_s)
+            await send_bytes(self._connection, DATA_PREAMBLE, self._stall_timeout_s)
+            nothing: Numbers = np.empty(0, np.int64)
+            await self._request_blocks(self._connection, ticket, nothing, nothing)
+        if self._connection is None or self._closed:
+            raise PeerLost("the channel to the producer is closed")
+        return self._connection
 
     async def _request_blocks(
         self, connection: socket.socket, ticket: Ticket, source: Numbers, target: Numbers

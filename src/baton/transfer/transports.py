@@ -17,7 +17,7 @@ def transport_servers(options: KvTransferOptions, memory: KvMemory, check: Check
     """Return the transports by which other workers can read `memory`, best first. Raises ConfigError if none works."""
     builders: dict[str, Callable[[], TransportServer]] = {}
     if memory.descriptor is not None:
-        builders["shm"] = lambda: ShmServer(memory, check)
+        builders["shm"] = lambda: ShmServer(memory, check, options.max_connections)
     if nixl.available():
         builders["nixl"] = lambda: nixl.NixlServer(memory)
     if memory.device == "cpu":

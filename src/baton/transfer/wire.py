@@ -35,20 +35,22 @@ from baton.errors import (
     Unsupported,
 )
 from baton.ports.transfer import KvMemory
-from baton.protocol.handoff import Room
+from baton.protocol.handoff import Room, Secret
 
 ROOM_PREAMBLE = b"BatonKV2.room..."
 DATA_PREAMBLE = b"BatonKV2.data..."
 PREAMBLE_BYTES = 16
 HEAD = struct.Struct("<II")
 MAX_FRAME_BYTES = 4 << 20
+MAX_CLAIM_FRAME_BYTES = 8 << 10  # what a consumer sends: anybody may, before a secret is checked
+MAX_REASON_CHARS = 1000
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
     """The sender has the ticket of this room."""
 
     room: Room
-    secret: bytes
+    secret: Secret
     memory: KvMemory | None
 
 
@@ -124,7 +126,8 @@ def encode(message: Message) -> bytes:
 class Frames:
     """Splits a byte stream into messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_frame_bytes = max_frame_bytes
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
@@ -132,8 +135,8 @@ class Frames:
         self._pending += data
         while len(self._pending) >= HEAD.size:
             length, checksum = HEAD.unpack_from(self._pending)
-            if length > MAX_FRAME_BYTES:
-                raise PeerLost(f"a frame of {length} bytes is longer than {MAX_FRAME_BYTES}")
+            if length > self._max_frame_bytes:
+                raise PeerLost(f"a frame of {length} bytes is longer than {self._max_frame_bytes}")
             if len(self._pending) < HEAD.size + length:
                 break
             body = bytes(self._pending[HEAD.size : HEAD.size + length])
@@ -152,7 +155,7 @@ def _decode(body: bytes, checksum: int) -> Message:
 
 def encode_error(error: BatonError) -> Failed:
     """Return the message that carries `error` to the other side."""
-    return Failed(error.code, error.message)
+    return Failed(error.code, error.message[:MAX_REASON_CHARS])
 
 
 def decode_error(message: Failed) -> BatonError:

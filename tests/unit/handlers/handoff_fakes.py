@@ -60,7 +60,7 @@ class FakeProducer:
 
     address = ("127.0.0.1", 4000)
 
-    def __init__(self, error: BatonError | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.offers: list[tuple[Ticket, int]] = []
         self.leases: list[FakeLease] = []
         self.refused: list[tuple[Ticket, BatonError]] = []

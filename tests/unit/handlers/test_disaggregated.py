@@ -167,10 +167,33 @@ def test_a_refused_prefill_refuses_its_ticket() -> None:
         with pytest.raises(InvalidRequest):
             await collect(impossible.prefill.generate(request(), impossible.context))
         assert [type(error) for _, error in impossible.producer.refused] == [InvalidRequest]
-        used = Harness(ScriptedEngine(PREFILL), FakeProducer(InvalidRequest("in use")))
-        with pytest.raises(InvalidRequest):
+        used = Harness(ScriptedEngine(PREFILL), FakeProducer(PeerLost("in use")))
+        with pytest.raises(PeerLost):
             await collect(used.prefill.generate(request(), used.context))
         assert used.freed()
+
+    run_bounded(body())
+
+
+def test_a_prefill_that_fails_unexpectedly_refuses_its_ticket() -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine(PREFILL), FakeProducer(ZeroDivisionError("a fault")))
+        with pytest.raises(ZeroDivisionError):
+            await collect(harness.prefill.generate(request(), harness.context))
+        [(ticket, error)] = harness.producer.refused
+        assert ticket == TICKET
+        assert type(error) is PeerLost
+        assert harness.freed()
+
+    run_bounded(body())
+
+
+def test_a_prefill_that_is_stopped_before_its_room_opens_refuses_its_ticket() -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine(PREFILL), FakeProducer(asyncio.CancelledError()))
+        with pytest.raises(asyncio.CancelledError):
+            await collect(harness.prefill.generate(request(), harness.context))
+        assert [(ticket, type(error)) for ticket, error in harness.producer.refused] == [(TICKET, PeerLost)]
 
     run_bounded(body())
 
@@ -197,6 +220,12 @@ def test_a_room_without_a_secret_is_refused() -> None:
         assert harness.engine.submitted == []
 
     run_bounded(body())
+
+
+@pytest.mark.parametrize("secret", [b"s" * 129, "s" * 129])
+def test_a_room_with_a_long_secret_is_refused(secret: object) -> None:
+    with pytest.raises(InvalidRequest, match="handoff_id: 129 bytes; 128 at most"):
+        ticket_of(request(Bootstrap(host="h", port=1, room=1, handoff_id=secret)))
 
 
 def test_the_room_determines_the_dp_rank() -> None:
@@ -226,6 +255,17 @@ def test_late_prefill_returns_a_ticket_and_holds_the_kv_until_the_lease_ends() -
         await asyncio.sleep(0.05)
         assert harness.engine.aborted == []
         harness.lease.lose(PeerLost("expired"))
+        await settle(harness.freed)
+
+    run_bounded(body())
+
+
+def test_late_kv_that_is_claimed_and_never_taken_is_freed_after_the_request_timeout() -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine(PREFILL), request_timeout_s=0.2)
+        await collect(harness.prefill.generate(request(None), harness.context))
+        await settle(lambda: harness.lease.failed)
+        assert type(harness.lease.failed) is DeadlineExceeded
         await settle(harness.freed)
 
     run_bounded(body())
@@ -435,6 +475,7 @@ def test_new_rooms_fit_63_bits_and_encode_their_rank(dp_size: int) -> None:
         {"ticket": {"host": "h", "port": 1, "room": 2**63, "secret": "00"}},
         {"ticket": {"host": "h", "port": 70000, "room": 1, "secret": "00"}},
         {"ticket": {"host": "h", "port": 1, "room": 1, "secret": ""}},
+        {"ticket": {"host": "h", "port": 1, "room": 1, "secret": "00" * 129}},
         {"ticket": {"host": "", "port": 1, "room": 1, "secret": "00"}},
     ],
 )

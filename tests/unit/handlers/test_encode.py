@@ -104,6 +104,17 @@ def test_d16_encoded_media_outlive_the_request_and_are_freed_when_the_lease_ends
     run_bounded(body())
 
 
+def test_encoded_media_that_are_claimed_and_never_taken_are_freed_after_the_request_timeout() -> None:
+    async def body() -> None:
+        encoder = Encoder(request_timeout_s=0.2)
+        await encoder.encode()
+        [lease] = encoder.producer.leases
+        await eventually(lambda: not encoder.engine.held)
+        assert type(lease.failed) is DeadlineExceeded
+
+    run_bounded(body())
+
+
 def test_d16_cancellation_while_media_are_fetched_encodes_nothing() -> None:
     async def body() -> None:
         encoder = Encoder(loader=FakeLoader(gate=asyncio.Event()))

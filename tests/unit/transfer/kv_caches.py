@@ -201,7 +201,7 @@ async def serve_all(server: TcpServer, listener: socket.socket) -> None:
             connection, _ = await loop.sock_accept(listener)
             connection.setblocking(False)
             assert len(await loop.sock_recv(connection, PREAMBLE_BYTES)) == PREAMBLE_BYTES
-            tasks.create_task(server.serve(connection))
+            tasks.create_task(server.serve(connection, lambda: None))
 
 
 class Proxy:

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, PeerLost
+from baton.errors import BatonError, Cancelled, EngineFailed, PeerLost
 from baton.transfer.rooms import Rooms, RoomState
 
 SECRET, OTHER = b"sixteen bytes ok", b"another sixteen!"
@@ -51,7 +51,6 @@ def test_every_operation_checks_the_secret() -> None:
         rooms.check(7, OTHER, [3])
     with pytest.raises(PeerLost, match="do not belong to room 7"):
         rooms.check(7, SECRET, [3, 5])
-    assert rooms.find(7, OTHER) is None
     rooms.end(room, RoomState.FAILED, EngineFailed("a step failed"))
     with pytest.raises(PeerLost, match="not open"):
         rooms.check(7, SECRET, [3])
@@ -70,7 +69,7 @@ def test_blocks_can_be_read_only_after_the_claim() -> None:
 def test_a_number_can_be_used_again_once_its_room_has_ended() -> None:
     rooms, _ = new_rooms()
     room = rooms.offer(0, SECRET, 5)
-    with pytest.raises(InvalidRequest, match="bootstrap_room: 0 is in use"):
+    with pytest.raises(PeerLost, match="bootstrap_room: 0 is in use"):
         rooms.offer(0, OTHER, 5)
     rooms.end(room, RoomState.EXPIRED)
     again = rooms.offer(0, SECRET, 5)
@@ -80,13 +79,14 @@ def test_a_number_can_be_used_again_once_its_room_has_ended() -> None:
 
 def test_a_claim_withdrawn_before_its_offer_is_remembered() -> None:
     rooms, clock = new_rooms(memory_s=10)
-    rooms.refuse(5, SECRET, Cancelled("the client left"))
-    with pytest.raises(Cancelled, match="the client left"):
-        rooms.offer(5, SECRET, 1)
+    rooms.decline(5, SECRET)
+    for use in (lambda: rooms.offer(5, SECRET, 1), lambda: rooms.claim(5, SECRET)):
+        with pytest.raises(Cancelled, match="given up"):
+            use()
     rooms.offer(5, OTHER, 1)
     rooms.refuse(6, SECRET, EngineFailed("no"))
     rooms.offer(6, SECRET, 1)
-    rooms.refuse(8, SECRET, Cancelled("the client left"))
+    rooms.decline(8, SECRET)
     clock.now = 11
     rooms.offer(8, SECRET, 1)
 
@@ -101,7 +101,18 @@ def test_ended_rooms_are_forgotten_by_age_and_by_number() -> None:
     clock.now = 11
     assert rooms.claim(4, SECRET) is None
     rooms.end(rooms.offer(9, SECRET, 1), RoomState.EXPIRED)
+    rooms.forget_expired()
     assert rooms.remembered == 1, "expired records are removed"
+
+
+def test_declines_displace_no_ended_rooms() -> None:
+    rooms, _ = new_rooms(max_remembered=3)
+    rooms.end(rooms.offer(0, SECRET, 1), RoomState.EXPIRED)
+    for number in range(10):
+        rooms.decline(number, OTHER)
+    assert rooms.remembered == 4
+    with pytest.raises(PeerLost, match="expired"):
+        rooms.claim(0, SECRET)
 
 
 def test_an_unclaimed_room_cannot_be_done() -> None:

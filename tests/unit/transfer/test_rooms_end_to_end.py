@@ -18,7 +18,7 @@ from baton.testing import eventually, run_bounded
 from baton.transfer import wire
 from baton.transfer.room_client import RoomClaim, RoomClient, open_room_client
 from baton.transfer.room_server import RoomServer, open_room_server
-from baton.transfer.tcp import TcpClient
+from baton.transfer.tcp import ANSWER_HEAD, REQUEST_HEAD, Request, TcpClient
 from tests.unit.transfer.kv_caches import SECRET, SHAPE, Cache
 
 pytestmark = pytest.mark.process  # the compiler, for the copy of blocks in shared memory
@@ -178,6 +178,27 @@ def test_a_room_is_claimed_once() -> None:
             first.place(KvWanted(0, (1,)))
             lease.computed(KvComputed((5,), True))
             await eventually(lambda: it.arrived == 1)
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_second_prefill_with_the_same_ticket_leaves_the_lease_of_the_first(claimed: bool) -> None:
+    async def body() -> None:
+        async with pair() as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            if claimed:
+                it.claim().place(KvWanted(0, (1,)))
+                await it.claimed()
+            with pytest.raises(PeerLost, match="bootstrap_room: 0 is in use") as refused:
+                it.producer.offer(it.ticket(), 16)
+            it.producer.refuse(it.ticket(), refused.value)
+            if not claimed:
+                it.claim().place(KvWanted(0, (1,)))
+            lease.computed(KvComputed((5,), True))
+            await lease.ended()
+            await eventually(lambda: it.arrived == 1)
+            assert it.lost == []
 
     run_bounded(body())
 
@@ -410,6 +431,92 @@ def test_invalid_bytes_close_their_own_connection_only(garbage: bytes) -> None:
     run_bounded(body(), limit_s=30)
 
 
+async def until_closed(caller: socket.socket) -> None:
+    """Read until the producer has closed the connection."""
+    caller.setblocking(False)
+    try:
+        while await asyncio.get_running_loop().sock_recv(caller, 4096):
+            pass
+    except ConnectionError:
+        pass
+
+
+LONG_MODEL = msgspec.structs.replace(SHAPE, model="m" * 1_000_000)
+LONG_MEMORY = KvMemory(shape=LONG_MODEL, address=0, planes=4, plane_bytes=1, block_bytes=1, blocks=1)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (wire.Claim(5, b"s" * 1_000_000, None), wire.Failed("cancelled", "")),
+        (wire.Claim(5, SECRET, LONG_MEMORY), wire.Failed("cancelled", "")),
+        (wire.Claim(5, SECRET, None), wire.Failed("cancelled", "m" * 1_000_000)),
+        (wire.Claim(5, SECRET, None), wire.Failed("peer_lost", "m")),
+    ],
+    ids=["secret", "memory", "reason", "not a decline"],
+)
+def test_nothing_that_is_sent_without_a_secret_is_remembered_but_declines(messages: Sequence[wire.Message]) -> None:
+    async def body() -> None:
+        async with pair() as it:
+            with claim_by_hand(it, *map(wire.encode, messages)) as caller:
+                await until_closed(caller)
+            assert it.producer.rooms.remembered == 0
+
+    run_bounded(body())
+
+
+def test_declined_tickets_are_forgotten_without_a_further_claim() -> None:
+    async def body() -> None:
+        async with pair(msgspec.structs.replace(QUICK, claim_timeout_s=0.3)) as it:
+            it.consumer.decline(it.ticket())
+            await eventually(lambda: it.producer.rooms.remembered == 1)
+            await eventually(lambda: it.producer.rooms.remembered == 0)
+
+    run_bounded(body())
+
+
+def test_connections_without_a_secret_are_limited_and_do_not_displace_claims() -> None:
+    async def body() -> None:
+        options = msgspec.structs.replace(QUICK, transports="tcp", max_connections=4, peer_timeout_s=10.0)
+        async with pair(options) as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            claim = it.claim()
+            await it.claimed()
+            waits = wire.encode(wire.Claim(99, SECRET, it.mine.memory))
+            sent = [b"", b"Bat", wire.ROOM_PREAMBLE, wire.ROOM_PREAMBLE + waits, wire.DATA_PREAMBLE]
+            callers = [socket.create_connection(it.producer.address) for _ in range(20)]
+            for number, caller in enumerate(callers):
+                caller.sendall(sent[number % len(sent)])
+            for caller in callers[:-3]:
+                await until_closed(caller)
+            assert it.producer.connections <= 4
+            claim.place(KvWanted(0, (1,)))
+            lease.computed(KvComputed((5,), True))
+            await eventually(lambda: it.arrived == 1)
+            assert it.lost == []
+            for caller in callers:
+                caller.close()
+
+    run_bounded(body())
+
+
+def test_a_connection_beyond_the_limit_is_refused_if_all_others_are_verified() -> None:
+    async def body() -> None:
+        async with pair(msgspec.structs.replace(QUICK, max_connections=2)) as it:
+            leases = [it.producer.offer(it.ticket(room), 16) for room in range(2)]
+            claims = [it.claim(room) for room in range(2)]
+            await eventually(lambda: it.producer.rooms.open["claimed"] == 2)
+            it.claim(99)
+            await it.lost_with(PeerLost, "")
+            assert it.producer.rooms.open["claimed"] == 2
+            for lease, claim in zip(leases, claims, strict=True):
+                await claim.close()
+                with pytest.raises(Cancelled):
+                    await lease.ended()
+
+    run_bounded(body())
+
+
 def test_a_corrupt_frame_after_the_claim_ends_that_room_only() -> None:
     async def body() -> None:
         async with pair() as it:
@@ -485,6 +592,160 @@ def test_a_lease_that_fails_while_its_kv_is_read_loses_the_claim() -> None:
     run_bounded(body())
 
 
+class SharedChannel:
+    """A Channel that fails the fetches of room 1, and completes the others when `may_end` is set."""
+
+    def __init__(self) -> None:
+        self.fetching = 0
+        self.closed = 0
+        self.may_end = asyncio.Event()
+
+    async def fetch(self, ticket: Ticket, theirs: Sequence[int], mine: Sequence[int]) -> None:
+        if ticket.room == 1:
+            raise PeerLost("room 1 is not open")
+        self.fetching += 1
+        await self.may_end.wait()
+        self.fetching -= 1
+
+    def close(self) -> None:
+        assert not self.fetching, "a channel is closed when no fetch is running"
+        self.closed += 1
+
+
+def test_a_failed_fetch_leaves_the_channel_to_the_handoffs_that_use_it() -> None:
+    async def body() -> None:
+        channels: list[SharedChannel] = []
+
+        class Client(ScriptedClient):
+            async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> SharedChannel:  # type: ignore[override]
+                channels.append(SharedChannel())
+                return channels[-1]
+
+        async with pair(transports=lambda _: [Client()]) as it:
+            for room in (1, 2):
+                it.producer.offer(it.ticket(room), 16).computed(KvComputed((5,), True))
+            it.claim(2).place(KvWanted(0, (1,)))
+            await eventually(lambda: bool(channels) and channels[0].fetching == 1)
+            it.claim(1).place(KvWanted(0, (2,)))
+            await it.lost_with(PeerLost, "room 1 is not open")
+            assert channels[0].closed == 0
+            it.producer.offer(it.ticket(3), 16).computed(KvComputed((5,), True))
+            it.claim(3).place(KvWanted(0, (3,)))
+            await eventually(lambda: len(channels) == 2 and channels[1].fetching == 1)
+            for channel in channels:
+                channel.may_end.set()
+            await eventually(lambda: it.arrived == 2)
+            assert [channel.closed for channel in channels] == [1, 0], "new handoffs use a new channel"
+            assert len(it.lost) == 1
+        assert [channel.closed for channel in channels] == [1, 1]
+
+    run_bounded(body())
+
+
+class BrokenChannel(StalledChannel):
+    """A Channel with a fault in its own code."""
+
+    async def fetch(self, ticket: Ticket, theirs: Sequence[int], mine: Sequence[int]) -> None:
+        raise ZeroDivisionError("a fault")
+
+
+def test_an_unexpected_exception_while_kv_is_fetched_loses_the_claim_on_both_sides() -> None:
+    async def body() -> None:
+        async with pair(transports=lambda _: [ScriptedClient(BrokenChannel())]) as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            lease.computed(KvComputed((5,), True))
+            it.claim().place(KvWanted(0, (1,)))
+            await it.lost_with(PeerLost, "unexpected error")
+            with pytest.raises(PeerLost, match="unexpected error"):
+                await lease.ended()
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a fault"), EngineFailed("cannot continue")])
+def test_an_engine_that_refuses_the_kv_that_arrived_fails_its_request(error: Exception) -> None:
+    async def body() -> None:
+        async with pair() as it:
+
+            def refuse() -> None:
+                raise error
+
+            it.producer.offer(it.ticket(), 16).computed(KvComputed((5,), True))
+            claim = it.consumer.claim(it.ticket(), refuse, it.lost.append)
+            claim.place(KvWanted(0, (1,)))
+            await it.lost_with(EngineFailed if isinstance(error, EngineFailed) else PeerLost, "")
+
+    run_bounded(body())
+
+
+def test_an_offer_that_fails_unexpectedly_leaves_no_room_and_loses_its_claim() -> None:
+    async def body() -> None:
+        async with pair() as it:
+            it.claim()
+            await it.waiting()
+            with pytest.raises(TypeError):
+                it.producer.offer(it.ticket(), object())  # type: ignore[arg-type]
+            await it.lost_with(PeerLost, "unexpected error")
+            assert sum(it.producer.rooms.open.values()) == 0
+
+    run_bounded(body())
+
+
+def test_a_transport_that_fails_to_open_unexpectedly_is_followed_by_the_next() -> None:
+    async def body() -> None:
+        theirs, mine = Cache(1), Cache(2)
+        # No descriptor of a file can be negative: the check of its seals raises ValueError.
+        memory = msgspec.structs.replace(theirs.memory, descriptor=-1)
+        producer = await open_room_server(QUICK, memory, "127.0.0.1")
+        consumer = RoomClient(QUICK, mine.memory, [ScriptedClient(), TcpClient(mine.memory)])
+        it = Pair(producer, consumer, theirs, mine)
+        producer.offer(it.ticket(), 16).computed(KvComputed((5,), True))
+        it.claim().place(KvWanted(0, (1,)))
+        await eventually(lambda: it.arrived == 1)
+        await consumer.close()
+        await producer.close()
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("end", ["failed", "taken"])
+def test_blocks_are_not_sent_after_their_room_has_ended(end: str) -> None:
+    """The engine may write the KV of another request into them at once."""
+
+    async def body() -> None:
+        cache = Cache(1, planes=2, blocks=64, block_bytes=1 << 20)  # more than the buffers of a socket
+        options = msgspec.structs.replace(QUICK, transports="tcp", peer_timeout_s=10.0)
+        producer = await open_room_server(options, cache.memory, "127.0.0.1")
+        it = Pair(producer, open_room_client(options, cache.memory), cache, cache)
+        lease = producer.offer(it.ticket(), 16)
+        lease.computed(KvComputed(tuple(range(64)), True))
+        loop = asyncio.get_running_loop()
+        with (
+            claim_by_hand(it, wire.encode(wire.Claim(0, SECRET, cache.memory))) as room,
+            socket.create_connection(producer.address) as data,
+        ):
+            await it.claimed()
+            request = msgspec.msgpack.encode(Request(0, SECRET, np.arange(64, dtype="<u4").tobytes(), False))
+            proof = msgspec.msgpack.encode(Request(0, SECRET, b"", False))
+            data.sendall(wire.DATA_PREAMBLE + REQUEST_HEAD.pack(len(proof)) + proof)
+            data.setblocking(False)
+            received = len(await loop.sock_recv(data, ANSWER_HEAD.size))
+            await loop.sock_sendall(data, REQUEST_HEAD.pack(len(request)) + request)
+            received += len(await loop.sock_recv(data, 1))  # the answer has begun
+            if end == "failed":
+                lease.fail(PeerLost("enough"))
+            else:
+                room.sendall(wire.encode(wire.Taken()))
+                await lease.ended()
+            while received < cache.memory.nbytes and (part := await loop.sock_recv(data, 1 << 20)):
+                received += len(part)
+            assert received < cache.memory.nbytes
+        await it.consumer.close()
+        await producer.close()
+
+    run_bounded(body())
+
+
 def test_incompatible_caches_are_refused_with_the_difference() -> None:
     async def body() -> None:
         async with pair(shape=msgspec.structs.replace(SHAPE, block_size=32)) as it:
@@ -492,6 +753,22 @@ def test_incompatible_caches_are_refused_with_the_difference() -> None:
             it.claim()
             await it.lost_with(PeerLost, "block_size")
             assert it.producer.rooms.open["offered"] == 1
+            lease.fail(PeerLost("enough"))
+
+    run_bounded(body())
+
+
+def test_a_claim_without_the_secret_learns_nothing_of_the_model_and_the_kv_shape() -> None:
+    async def body() -> None:
+        async with pair(shape=msgspec.structs.replace(SHAPE, model="another", block_size=32)) as it:
+            lease = it.producer.offer(it.ticket(1), 16)
+            it.claim(1, secret=b"sixteen other by")
+            await it.lost_with(PeerLost, "wrong secret")
+            it.lost.clear()
+            it.claim(2)
+            await it.waiting()
+            it.producer.refuse(it.ticket(2), PeerLost("gone"))
+            await it.lost_with(PeerLost, "gone")
             lease.fail(PeerLost("enough"))
 
     run_bounded(body())

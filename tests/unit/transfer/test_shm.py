@@ -254,36 +254,89 @@ def test_the_server_survives_invalid_requests(packet: bytes) -> None:
     run_bounded(body())
 
 
+@asynccontextmanager
+async def serving(cache: Cache, **options: Any) -> AsyncIterator[str]:
+    """Serve the cache in this process; yields the name of the socket."""
+    server = ShmServer(cache.memory, only(None), **options)
+    yield str((await server.open())["socket"])
+    await server.close()
+
+
+def open_connection(name: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(10)
+    connection.connect(f"\0{name}")
+    return connection
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can switch users")
-def test_a_process_of_another_user_is_refused() -> None:
+@pytest.mark.parametrize("user", [0, 65534])
+def test_only_processes_of_the_same_user_are_served(user: int) -> None:
+    """A process of another user is disconnected before it has sent anything."""
     program = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(10);"
-        "s.connect('\\0' + sys.argv[1]); s.send(bytes.fromhex(sys.argv[2]));"
+        "s.connect('\\0' + sys.argv[1]); request = bytes.fromhex(sys.argv[2]); request and s.send(request);"
         "answer, fds, _, _ = socket.recv_fds(s, 4096, 1); print(len(fds), answer)"
     )
     cache = Cache(1)
 
-    async def body(user: int) -> str:
-        server = ShmServer(cache.memory, only(None))
-        name = str((await server.open())["socket"])
-        packet = msgspec.msgpack.encode(MapRequest(ROOM, SECRET)).hex()
-        done = await asyncio.to_thread(
-            subprocess.run,
-            ["/usr/bin/env", "python3", "-c", program, name, packet],
-            user=user,
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=15,
-            check=True,
-        )
-        await server.close()
+    async def body() -> str:
+        packet = msgspec.msgpack.encode(MapRequest(ROOM, SECRET)).hex() if user == 0 else ""
+        async with serving(cache, request_timeout_s=60.0) as name:
+            done = await asyncio.to_thread(
+                subprocess.run,
+                ["/usr/bin/env", "python3", "-c", program, name, packet],
+                user=user,
+                cwd="/",
+                capture_output=True,
+                text=True,
+                timeout=15,
+                check=True,
+            )
         return str(done.stdout)
 
-    refused = run_bounded(body(65534))
-    assert refused.startswith("0 ")
-    assert "same user" in refused
-    assert run_bounded(body(0)).startswith("1 ")
+    answer = run_bounded(body())
+    assert answer.startswith("1 ") if user == 0 else answer == "0 b''\n"
+
+
+def test_a_refused_connection_is_closed() -> None:
+    cache = Cache(1)
+
+    async def body() -> None:
+        async with serving(cache) as name:
+            before = len(os.listdir("/proc/self/fd"))
+            refused = [open_connection(name) for _ in range(20)]
+            for connection in refused:
+                connection.send(msgspec.msgpack.encode(MapRequest(ROOM, b"a wrong secret")))
+                answer = await asyncio.to_thread(connection.recv, 4096)
+                assert "no such room" in msgspec.msgpack.decode(answer, type=MapAnswer).problem
+                assert await asyncio.to_thread(connection.recv, 1) == b""
+            await eventually(lambda: len(os.listdir("/proc/self/fd")) == before + len(refused))
+            for connection in refused:
+                connection.close()
+
+    run_bounded(body())
+
+
+def test_connections_beyond_the_limit_are_closed() -> None:
+    cache, mine = Cache(1), Cache(2)
+
+    async def body() -> None:
+        server, client = ShmServer(cache.memory, only(None), max_connections=2), ShmClient(mine.memory)
+        details = await server.open()
+        channels = [await client.connect(TICKET, cache.memory, details) for _ in range(2)]
+        with pytest.raises(PeerLost, match="max_connections"):
+            await client.connect(TICKET, cache.memory, details)
+        channels.pop().close()
+        await eventually(lambda: server.connections == 1)
+        channels.append(await client.connect(TICKET, cache.memory, details))
+        for channel in channels:
+            await channel.fetch(TICKET, [0], [0])
+            channel.close()
+        await client.close()
+        await server.close()
+
+    run_bounded(body())
 
 
 def test_the_memory_of_a_dead_producer_is_unmapped() -> None:

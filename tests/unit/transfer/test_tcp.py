@@ -18,7 +18,7 @@ from baton.ports.transfer import Channel
 from baton.protocol.handoff import Ticket
 from baton.testing.bounded import eventually, run_bounded
 from baton.transfer.block_copy import Spans
-from baton.transfer.sockets import PIECE_BYTES, receive_spans
+from baton.transfer.sockets import PIECE_BYTES, receive_bytes, receive_spans
 from baton.transfer.tcp import ANSWER_HEAD, REQUEST_HEAD, Request, TcpClient, TcpServer
 from baton.transfer.wire import DATA_PREAMBLE
 from tests.unit.transfer.kv_caches import (
@@ -312,6 +312,52 @@ def test_nothing_is_written_after_a_cancelled_fetch_and_the_next_one_reconnects(
     assert incomplete, "no fetch was cancelled before its end: the test proves nothing"
 
 
+async def receive_request(connection: socket.socket) -> Request:
+    (length,) = REQUEST_HEAD.unpack(await receive_bytes(connection, REQUEST_HEAD.size, 5.0))
+    return msgspec.msgpack.decode(await receive_bytes(connection, length, 5.0), type=Request)
+
+
+@pytest.mark.parametrize("run", [run_on_asyncio, run_on_uvloop])
+def test_closing_a_channel_ends_its_fetch_and_leaves_other_sockets_alone(run: Callable[[Any], None]) -> None:
+    cache, mine = Cache(1), Cache(2)
+
+    async def body() -> None:
+        loop = asyncio.get_running_loop()
+        listener = listening("127.0.0.1")
+        silent = asyncio.Event()
+
+        async def answer_once() -> None:
+            connection, _ = await loop.sock_accept(listener)
+            with connection:
+                connection.setblocking(False)
+                await receive_bytes(connection, len(DATA_PREAMBLE), 5.0)
+                await receive_request(connection)
+                await loop.sock_sendall(connection, ANSWER_HEAD.pack(0, 0))
+                await receive_request(connection)
+                silent.set()
+                await loop.sock_recv(connection, 1)
+
+        server = asyncio.create_task(answer_once())
+        ticket = Ticket(host="127.0.0.1", port=listener.getsockname()[1], room=ROOM, secret=SECRET)
+        channel = await TcpClient(mine.memory, stall_timeout_s=60.0).connect(ticket, cache.memory, {})
+        fetch = asyncio.create_task(channel.fetch(ticket, [0], [0]))
+        await silent.wait()
+        channel.close()
+        readable = asyncio.Event()
+        here, there = socket.socketpair()  # takes the lowest free descriptor
+        loop.add_reader(here.fileno(), readable.set)
+        with pytest.raises(PeerLost):
+            await fetch
+        there.send(b"x")
+        await readable.wait()
+        loop.remove_reader(here.fileno())
+        await server
+        for each in (here, there, listener):
+            each.close()
+
+    run(body())
+
+
 def test_two_hundred_fetches_leak_nothing() -> None:
     mine = Cache(2)
 
@@ -401,6 +447,26 @@ def test_a_connection_without_a_valid_request_is_closed(sent: bytes) -> None:
             connection = await open_data_connection(port)
             connection.send(sent)
             assert await count_until_closed(connection) == 0
+            connection.close()
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("proved", [False, True])
+def test_only_a_consumer_with_a_secret_may_send_long_requests(proved: bool) -> None:
+    cache = Cache(1, planes=1, blocks=2000, block_bytes=8)
+
+    async def body() -> None:
+        async with served(TcpServer(cache.memory, only(None))) as port:
+            connection = await open_data_connection(port)
+            if proved:
+                connection.send(framed(Request(ROOM, SECRET, b"", False)))
+                await receive_bytes(connection, ANSWER_HEAD.size, 5.0)
+            connection.send(framed(Request(ROOM, SECRET, blocks_as_bytes(*range(2000)), False)))
+            if proved:
+                await receive_bytes(connection, ANSWER_HEAD.size + cache.memory.nbytes, 5.0)
+            else:
+                assert await count_until_closed(connection) == 0
             connection.close()
 
     run_bounded(body())

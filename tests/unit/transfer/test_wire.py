@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from baton.errors import (
     PeerLost,
 )
 from baton.ports.transfer import KvMemory, KvShape
+from baton.protocol.handoff import MAX_SECRET_BYTES
 from baton.transfer import wire
 
 SHAPE = KvShape(model="m", dtype="bfloat16", layers=2, kv_heads=1, head_dim=8, block_size=16)
@@ -62,6 +64,30 @@ def test_a_changed_byte_is_detected(offset: int, change: int) -> None:
 def test_a_frame_that_is_too_long_is_refused_before_it_is_buffered() -> None:
     with pytest.raises(PeerLost, match="is longer than"):
         list(wire.Frames().feed(wire.HEAD.pack(wire.MAX_FRAME_BYTES + 1, 0)))
+
+
+LONG_MODEL = msgspec.structs.replace(MEMORY, shape=msgspec.structs.replace(SHAPE, model="m" * 9000))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Claim(1, bytes(MAX_SECRET_BYTES + 1), None),
+        wire.Claim(1, bytes(16), LONG_MODEL),
+        wire.Failed("cancelled", "m" * 9000),
+    ],
+)
+def test_a_consumer_cannot_send_long_messages(message: wire.Message) -> None:
+    with pytest.raises(PeerLost):
+        list(wire.Frames(wire.MAX_CLAIM_FRAME_BYTES).feed(wire.encode(message)))
+
+
+@pytest.mark.parametrize("letter", ["m", "\u20ac", "\U0001f600"])
+def test_every_reason_for_a_failure_fits_the_frame_of_a_consumer(letter: str) -> None:
+    frames = wire.Frames(wire.MAX_CLAIM_FRAME_BYTES)
+    [failed] = frames.feed(wire.encode(wire.encode_error(PeerLost(letter * 10_000))))
+    assert isinstance(failed, wire.Failed)
+    assert failed.message == letter * wire.MAX_REASON_CHARS
 
 
 def test_an_unknown_message_is_refused() -> None:
