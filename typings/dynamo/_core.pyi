@@ -65,6 +65,9 @@ class WorkerType:
     Encode: WorkerType
     Aggregated: WorkerType
 
+def get_tool_parser_names() -> list[str]: ...
+def get_reasoning_parser_names() -> list[str]: ...
+
 class RouterMode:
     RoundRobin: RouterMode
     Random: RouterMode
@@ -96,6 +99,9 @@ class ModelRuntimeConfig:
     data_parallel_size: int
     kv_event_publishing_enabled: bool | None
     enable_local_indexer: bool | None
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    def set_structural_tag(self, structural_tag: dict[str, str] | None) -> None: ...
     def set_disaggregated_endpoint(self, bootstrap_host: str, bootstrap_port: int) -> None: ...
     def set_engine_specific(self, key: str, value: str) -> None: ...
 
@@ -153,6 +159,7 @@ def register_model(
     worker_type: WorkerType,
     kv_cache_block_size: int | None = None,
     runtime_config: ModelRuntimeConfig | None = None,
+    custom_template_path: str | None = None,
     needs: list[list[WorkerType]] | None = None,
     skip_model_assets: bool = False,
 ) -> asyncio.Future[None]: ...

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from baton.config.engines import EchoOptions, ExpertOptions, SglangOptions, TorchOptions, TrtllmOptions
 from baton.config.media import MediaOptions
+from baton.config.parsers import ReasoningParser, ToolCallParser
 from baton.config.runtime import RuntimeOptions
 from baton.config.transfer import KvTransferOptions
 
@@ -64,6 +65,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _WORK,
         ),
     ] = "tokens"
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        _about(
+            "Format of the model's tool calls, which the frontend parses. auto: by model family. none: requests with"
+            " tools are refused.",
+            _WORK_ROUTE,
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        _about(
+            "Format of the model's reasoning, which the frontend returns as reasoning_content. auto: by model family."
+            " none: reasoning stays in the content.",
+            _WORK_ROUTE,
+        ),
+    ] = "auto"
+    chat_template: Annotated[
+        str,
+        _about(
+            "Jinja file with a chat template to use instead of the model's. Frontends read it at the same path.",
+            _WORK_ROUTE,
+        ),
+    ] = ""
     workers: Annotated[
         int, Meta(ge=1, le=256), _about("Number of worker processes to start, each for prefill and decode.", _SERVE)
     ] = 1

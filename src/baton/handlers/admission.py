@@ -13,6 +13,8 @@ from baton.protocol.requests import GenerateRequest
 
 MAX_TOKEN_DIGITS = 10
 
+_USED_BY = {"json": ", which response_format and a tool_choice other than auto and none require"}
+
 
 def admit(
     request: GenerateRequest,
@@ -131,7 +133,7 @@ def _unsupported_sampling(request: GenerateRequest, can: Capabilities) -> Iterat
         yield "logit_bias: this engine has no logit bias"
     for kind in sampling.guided_decoding.kinds() if sampling.guided_decoding else ():
         if kind not in can.guided:
-            yield f"guided_decoding.{kind}: this engine cannot guide its output by {kind}"
+            yield f"guided_decoding.{kind}: this engine cannot guide its output by {kind}{_USED_BY.get(kind, '')}"
 
 
 def _unsupported_output(request: GenerateRequest, can: Capabilities) -> Iterator[str]:

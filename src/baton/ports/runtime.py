@@ -44,6 +44,18 @@ class Service(Generic[Req, Rep]):
         self.encode = encode
 
 
+class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How frontends render the prompts of a model that takes tokens, and parse its answers.
+
+    `template` is a file that replaces the model's chat template. Without `tool_call_parser`, requests with tools are
+    refused; without `reasoning_parser`, reasoning is part of the content.
+    """
+
+    template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A served model, as it is registered for frontends and routers."""
 
@@ -61,6 +73,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     handoff_port: int | None = None
     kv_events: bool = False
     dp_size: int = 1
+    chat: ChatFormat = ChatFormat()
 
 
 class Endpoint(Protocol):

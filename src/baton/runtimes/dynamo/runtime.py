@@ -23,6 +23,7 @@ from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.publishers import KvEventPublisher, LoadPublisher
 from baton.runtimes.dynamo.response_writer import ResponseWriter, Sender
 from baton.runtimes.dynamo.service_check import check_services
+from baton.runtimes.dynamo.tool_calls import mark_requests_with_tools, refuse_tools
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class _RequestServer:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self.refuses_tools = False
 
     def handle(self, request: Wire, context: _core.Context, response_sender: Sender) -> _ResponseEnd:
         """Called by the runtime for every request, in one of its threads; the work starts in the event loop."""
@@ -83,6 +85,8 @@ class _RequestServer:
 
     def _start(self, request: Wire, context: DynamoContext, sender: Sender, end: asyncio.Future[None]) -> None:
         try:
+            if self.refuses_tools:
+                refuse_tools(request)
             decoded = self._service.decode(request)
         except DecodeError as error:
             _finish(end, to_runtime(InvalidRequest(str(error))))
@@ -173,6 +177,7 @@ class DynamoEndpoint:
         model_type = surfaces[0] if surfaces else _core.ModelType.Empty
         for surface in surfaces[1:]:
             model_type = model_type | surface
+        self.server.refuses_tools = _lacks_tool_calls(card)
         try:
             await _core.register_model(
                 _INPUTS[card.model_input],
@@ -183,6 +188,7 @@ class DynamoEndpoint:
                 worker_type=_WORKER_TYPES[card.worker_type],
                 kv_cache_block_size=card.block_size,
                 runtime_config=_runtime_config(card),
+                custom_template_path=card.chat.template if card.model_input == "tokens" else None,
                 needs=[[_WORKER_TYPES[name] for name in group] for group in card.needs] or None,
                 skip_model_assets=card.model_input == "text",
             )
@@ -320,6 +326,11 @@ def _explain(error: Exception) -> str:
     return str(error)
 
 
+def _lacks_tool_calls(card: ModelCard) -> bool:
+    """Whether the frontend renders prompts for the model, but cannot parse its tool calls."""
+    return card.model_input == "tokens" and card.chat.tool_call_parser is None
+
+
 def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
     config = _core.ModelRuntimeConfig()
     config.context_length = card.context_length
@@ -328,6 +339,10 @@ def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
     config.data_parallel_size = card.dp_size
     config.kv_event_publishing_enabled = card.kv_events
     config.enable_local_indexer = card.kv_events
+    config.tool_call_parser = card.chat.tool_call_parser
+    config.reasoning_parser = card.chat.reasoning_parser
+    if _lacks_tool_calls(card):
+        mark_requests_with_tools(config)
     if card.handoff_host is not None and card.handoff_port is not None:
         config.set_disaggregated_endpoint(card.handoff_host, card.handoff_port)
     if card.worker_type == "encode" or any("encode" in group for group in card.needs):
