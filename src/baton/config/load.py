@@ -113,6 +113,8 @@ def _convert(tree: Tree) -> Settings:
 def _refuse_contradictions(settings: Settings) -> None:
     """Raise ConfigError for settings that are valid one by one and not together."""
     _check_worker_counts(settings)
+    if settings.router_policy and settings.router != "kv":
+        raise ConfigError("a policy is applied by the KV router only: add --router kv, or drop --router-policy")
     disaggregated = settings.prefill or settings.role in ("prefill", "decode", "encode")
     if settings.model_input == "text" and disaggregated:
         raise ConfigError(

@@ -56,8 +56,19 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None
 
 
+class Locality(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of a worker. KV moves only (`required`) or preferably between workers of one place."""
+
+    domain: str
+    value: str
+    enforcement: str
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A served model, as it is registered for frontends and routers."""
+    """A served model, as it is registered for frontends and routers.
+
+    `router` is how frontends select among the workers of this type, None for their own setting.
+    """
 
     name: str
     directory: str
@@ -74,6 +85,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: bool = False
     dp_size: int = 1
     chat: ChatFormat = ChatFormat()
+    router: str | None = None
+    taints: frozenset[str] = frozenset()
+    locality: Locality | None = None
 
 
 class Endpoint(Protocol):

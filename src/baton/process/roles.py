@@ -28,7 +28,7 @@ from baton.ports.engine import (
     HandoffStyle,
     KvImportEngine,
 )
-from baton.ports.runtime import ChatFormat, ModelCard, Service
+from baton.ports.runtime import ChatFormat, Locality, ModelCard, Service
 from baton.ports.transfer import KvShape
 from baton.protocol.codec import decode_request, encode_chunk
 from baton.protocol.embeddings import decode_embed, encode_embeddings
@@ -150,7 +150,20 @@ def announce(role: str, context: RoleContext, role_service: RoleService) -> Mode
         kv_events=model_input == "tokens" and role not in ("decode", "encode"),
         dp_size=context.engine.capabilities.dp_size,
         chat=chat_format(settings),
+        router=_router(role, settings),
+        taints=frozenset(filter(None, map(str.strip, settings.taints.split(",")))),
+        locality=_locality(settings),
     )
+
+
+def _router(role: str, settings: Settings) -> str | None:
+    setting = {"prefill": settings.router_prefill, "decode": settings.router_decode}.get(role, "auto")
+    return None if setting == "auto" else setting
+
+
+def _locality(settings: Settings) -> Locality | None:
+    domain, _, value = settings.kv.locality.partition("=")
+    return Locality(domain=domain, value=value, enforcement=settings.kv.locality_enforcement) if value else None
 
 
 def chat_format(settings: Settings) -> ChatFormat:

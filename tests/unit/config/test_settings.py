@@ -224,3 +224,12 @@ def test_an_unknown_parser_is_refused_with_those_that_exist(name: str) -> None:
 
 def test_workers_that_take_text_have_no_parsers() -> None:
     assert "--model-input text" in refusal({"model_input": "text", "reasoning_parser": "qwen3"}, {}, None)
+
+
+def test_a_policy_needs_the_router_that_applies_it() -> None:
+    assert "--router kv" in refusal({"router_policy": "policy.yaml"}, {}, None)
+
+
+@pytest.mark.parametrize("place", ["zone", "zone=", "=a", "zone=a,rack=b"])
+def test_the_place_of_a_worker_is_one_domain_and_its_value(place: str) -> None:
+    assert "--kv-locality" in refusal({"kv.locality": place}, {}, None)
