@@ -49,9 +49,10 @@ def direct(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
     serve.stop()
 
 
-@pytest.fixture(scope="module")
-def affine(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
-    serve = start_shared(Serve, "--router", "least-loaded", "--session-affinity", "hard", workers=WORKERS)
+@pytest.fixture(scope="module", params=[("least-loaded", "hard"), ("power-of-two", "soft")], ids=" ".join)
+def affine(start_shared: Callable[..., Serve], request: pytest.FixtureRequest) -> Iterator[Serve]:
+    router, affinity = request.param
+    serve = start_shared(Serve, "--router", router, "--session-affinity", affinity, workers=WORKERS)
     yield serve
     serve.stop()
 
@@ -87,7 +88,7 @@ def test_direct_routing_refuses_a_request_without_a_worker(direct: Serve, header
         worker_of(direct, headers)
 
 
-def test_a_session_stays_on_its_worker_and_others_go_to_the_least_loaded(affine: Serve) -> None:
+def test_a_session_stays_on_its_worker_and_others_go_to_a_less_busy_one(affine: Serve) -> None:
     session = {"x-dynamo-session-id": "a conversation"}
     bound = worker_of(affine, session)
     (other,) = set(instances(affine)) - {bound}
