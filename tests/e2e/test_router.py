@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 NEAR, FAR = 1, 2  # the workers of the pools, by their system ports
 ECHO: dict[str, Any] = {
     "mode": "aggregated",
-    "settings": {"engine": "echo", "echo": {"pace_ms": 5}},
+    "settings": {"engine": "echo", "echo": {"pace_ms": 5}, "tool_call_parser": "hermes"},
     "retry": {"faster": True, "others": True},
     "aggregated": {
         "pools": [{"name": "near", "workers": {"count": 1}}, {"name": "far", "workers": {"count": 1}}],
@@ -54,6 +54,15 @@ def echo(start_shared: Callable[..., Pooled]) -> Iterator[Pooled]:
     pooled = start_shared(Pooled, ECHO, workers=2)
     yield pooled
     pooled.stop()
+
+
+def test_tool_calls_of_pooled_workers_are_parsed(echo: Pooled) -> None:
+    call = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    (choice,) = echo.client().chat.completions.create(**chat(call, len(call), tools=tools)).choices
+    assert [(made.function.name, made.function.arguments) for made in choice.message.tool_calls or []] == [
+        ("look", '{"at": "it"}')
+    ]
 
 
 def expected(plan: RolePlan, request: RequestView) -> str:

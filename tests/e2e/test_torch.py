@@ -36,7 +36,7 @@ def serve(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
         prepare_demo(DEMOS["smollm2"], cache_directory(Settings()) / "models")
     except ConfigError as error:
         pytest.skip(error.message)
-    serve = start_shared(Serve, engine="torch")
+    serve = start_shared(Serve, "--tool-call-parser", "hermes", engine="torch")
     yield serve
     serve.stop()
 
@@ -181,3 +181,22 @@ def test_the_worker_answers_its_probes_while_it_computes(serve: Serve) -> None:
             time.sleep(0.05)
         assert all(one.result().usage.completion_tokens > 0 for one in asked)
     assert probes > 1
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_forced_tool_call_follows_the_schema_of_the_tool(serve: Serve, choice: Any, stream: bool) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Tokyo", "Paris"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    answer = chat(serve, JAPAN, tools=tools, tool_choice=choice, max_tokens=200, stream=stream)
+    choices = [each.choices[0] for each in answer] if stream else answer.choices
+    calls = [call for each in choices for call in (each.delta if stream else each.message).tool_calls or []]
+    assert {call.function.name for call in calls if call.function.name} == {"get_weather"}
+    arguments = "".join(call.function.arguments for call in calls if not stream or call.index == 0)
+    assert json.loads(arguments if stream else calls[0].function.arguments)["city"] in ("Tokyo", "Paris")
+    assert choices[-1].finish_reason == "tool_calls"

@@ -65,13 +65,19 @@ class WorkerType:
     Encode: WorkerType
     Aggregated: WorkerType
 
+def get_tool_parser_names() -> list[str]: ...
+def get_reasoning_parser_names() -> list[str]: ...
+
 class RouterMode:
     RoundRobin: RouterMode
     Random: RouterMode
+    PowerOfTwoChoices: RouterMode
+    LeastLoaded: RouterMode
+    Direct: RouterMode
     KV: RouterMode
 
 class KvRouterConfig:
-    def __init__(self) -> None: ...
+    def __init__(self, *, router_policy_config: str | None = None) -> None: ...
 
 class KvRouter:
     def __init__(self, endpoint: Endpoint, block_size: int, kv_router_config: KvRouterConfig) -> None: ...
@@ -87,7 +93,15 @@ class KvRouter:
     def free(self, request_id: str) -> asyncio.Future[None]: ...
 
 class RouterConfig:
-    def __init__(self, mode: RouterMode, *, active_decode_blocks_threshold: float | None = None) -> None: ...
+    def __init__(
+        self,
+        mode: RouterMode,
+        config: KvRouterConfig | None = None,
+        *,
+        active_decode_blocks_threshold: float | None = None,
+        session_affinity_ttl_secs: int | None = None,
+        session_affinity_mode: str = "hard",
+    ) -> None: ...
 
 class ModelRuntimeConfig:
     context_length: int | None
@@ -96,6 +110,13 @@ class ModelRuntimeConfig:
     data_parallel_size: int
     kv_event_publishing_enabled: bool | None
     enable_local_indexer: bool | None
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    taints: set[str]
+    topology_domains: dict[str, str]
+    kv_transfer_domain: str | None
+    kv_transfer_enforcement: str | None
+    def set_structural_tag(self, structural_tag: dict[str, str] | None) -> None: ...
     def set_disaggregated_endpoint(self, bootstrap_host: str, bootstrap_port: int) -> None: ...
     def set_engine_specific(self, key: str, value: str) -> None: ...
 
@@ -152,7 +173,9 @@ def register_model(
     *,
     worker_type: WorkerType,
     kv_cache_block_size: int | None = None,
+    router_config: RouterConfig | None = None,
     runtime_config: ModelRuntimeConfig | None = None,
+    custom_template_path: str | None = None,
     needs: list[list[WorkerType]] | None = None,
     skip_model_assets: bool = False,
 ) -> asyncio.Future[None]: ...

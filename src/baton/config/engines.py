@@ -145,6 +145,13 @@ class EchoOptions(msgspec.Struct, frozen=True, kw_only=True):
     media: Annotated[
         bool, Meta(description="Accept images, encode them for other workers, and output their sizes; for tests.")
     ] = False
+    script: Annotated[
+        str,
+        Meta(
+            description="YAML file that maps texts to answers: a prompt that contains one of the texts gets its answer"
+            " instead of an echo; for tests."
+        ),
+    ] = ""
     faults: Annotated[
         bool,
         Meta(

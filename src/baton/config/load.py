@@ -18,6 +18,8 @@ PREFIX = "BATON_"
 ENGINE_ARGS = "tuple"
 """The kind of the one option that has no flag of its own: arguments after `--`."""
 
+_PARSED_NEVER = {"auto", "none"}
+
 Tree = dict[str, object]
 
 
@@ -111,11 +113,20 @@ def _convert(tree: Tree) -> Settings:
 def _refuse_contradictions(settings: Settings) -> None:
     """Raise ConfigError for settings that are valid one by one and not together."""
     _check_worker_counts(settings)
+    if settings.router_policy and settings.router != "kv":
+        raise ConfigError("a policy is applied by the KV router only: add --router kv, or drop --router-policy")
     disaggregated = settings.prefill or settings.role in ("prefill", "decode", "encode")
     if settings.model_input == "text" and disaggregated:
         raise ConfigError(
             "prefill, decode and encode workers take tokens only, because the frontend calls several of them with the"
             " tokens of one prompt: drop --model-input text"
+        )
+    if settings.model_input == "text" and not _PARSED_NEVER.issuperset(
+        (settings.tool_call_parser, settings.reasoning_parser)
+    ):
+        raise ConfigError(
+            "the frontend parses tool calls and reasoning only of workers that take tokens: drop --model-input text,"
+            " or --tool-call-parser and --reasoning-parser"
         )
 
 
@@ -134,7 +145,8 @@ def _explain(problem: str) -> str:
     what, _, place = problem.partition(" - at `$.")
     for option in options():
         if option.key == place.rstrip("`"):
-            return f"bad value for {option.key} ({option.flag}, {option.variable}): {what}"
+            possible = f"; choose one of: {', '.join(option.choices)}" if option.choices else ""
+            return f"bad value for {option.key} ({option.flag}, {option.variable}): {what}{possible}"
     return f"bad setting: {problem}"
 
 

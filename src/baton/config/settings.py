@@ -12,6 +12,8 @@ from msgspec import Meta
 
 from baton.config.engines import EchoOptions, ExpertOptions, SglangOptions, TorchOptions, TrtllmOptions
 from baton.config.media import MediaOptions
+from baton.config.parsers import ReasoningParser, ToolCallParser
+from baton.config.routing import RoleRouterName, RouterName
 from baton.config.runtime import RuntimeOptions
 from baton.config.transfer import KvTransferOptions
 
@@ -64,6 +66,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _WORK,
         ),
     ] = "tokens"
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        _about(
+            "Format of the model's tool calls, which the frontend parses. auto: by model family. none: requests with"
+            " tools are refused.",
+            _WORK_ROUTE,
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        _about(
+            "Format of the model's reasoning, which the frontend returns as reasoning_content. auto: by model family."
+            " none: reasoning stays in the content.",
+            _WORK_ROUTE,
+        ),
+    ] = "auto"
+    chat_template: Annotated[
+        str,
+        _about(
+            "Jinja file with a chat template to use instead of the model's. Frontends read it at the same path.",
+            _WORK_ROUTE,
+        ),
+    ] = ""
     workers: Annotated[
         int, Meta(ge=1, le=256), _about("Number of worker processes to start, each for prefill and decode.", _SERVE)
     ] = 1
@@ -88,12 +113,41 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: Annotated[str, _about("Address that the OpenAI endpoint listens on.", _FRONT)] = "127.0.0.1"
     port: Annotated[Port, _about("Port of the OpenAI endpoint.", _FRONT)] = 8000
     router: Annotated[
-        Literal["round-robin", "random", "kv"],
+        RouterName,
         _about(
-            "How the frontend selects a worker. kv prefers the worker whose prefix cache holds most of the prompt.",
+            "How the frontend selects a worker. power-of-two: the less busy one of two random workers. least-loaded:"
+            " the one with the fewest requests. direct: the one that the request names. kv: prefers the one whose"
+            " prefix cache holds most of the prompt.",
             _FRONT,
         ),
     ] = "round-robin"
+    router_prefill: Annotated[
+        RoleRouterName, _about("How frontends select a prefill worker. auto: as their --router.", _WORK)
+    ] = "auto"
+    router_decode: Annotated[
+        RoleRouterName, _about("How frontends select a decode worker. auto: as their --router.", _WORK)
+    ] = "auto"
+    router_policy: Annotated[
+        str,
+        _about(
+            "YAML file of the runtime's KV router with classes of requests, their queues, and how workers are selected."
+            " Requires --router kv.",
+            _FRONT,
+        ),
+    ] = ""
+    session_affinity: Annotated[
+        Literal["off", "soft", "hard"],
+        _about(
+            "Whether requests with the same x-dynamo-session-id header go to the same worker. hard: as long as it"
+            " serves. soft: unless it is above --busy-threshold or lacks a taint that the request requires.",
+            _FRONT,
+        ),
+    ] = "off"
+    session_ttl_s: Annotated[
+        int,
+        Meta(ge=1, le=31_536_000),
+        _about("Seconds without a request after which the frontend forgets the worker of a session.", _FRONT),
+    ] = 600
     busy_threshold: Annotated[
         float,
         Meta(ge=0, le=1),
@@ -154,6 +208,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _WORK,
         ),
     ] = 600.0
+    taints: Annotated[
+        str,
+        _about(
+            "Comma-separated names that requests can require or prefer of a worker, with nvext.routing_constraints and"
+            " --router kv.",
+            _WORK,
+        ),
+    ] = ""
     max_in_flight: Annotated[
         int,
         Meta(ge=1),

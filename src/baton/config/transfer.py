@@ -68,6 +68,18 @@ class KvTransferOptions(msgspec.Struct, frozen=True, kw_only=True):
             " connections that have not proved a secret are closed first",
         ),
     ] = 4096
+    locality: Annotated[
+        str,
+        Meta(
+            pattern=r"^$|^[^=,]+=[^=,]+$",
+            description="place of this worker, as domain=value (zone=us-east-1a); the frontend selects a decode worker"
+            " of the place of the prefill worker, with `--router kv`; empty: any place",
+        ),
+    ] = ""
+    locality_enforcement: Annotated[
+        Literal["required", "preferred"],
+        Meta(description="required: a request fails without a decode worker of the same place; preferred: it moves"),
+    ] = "required"
     checksum: Annotated[
         bool,
         Meta(description="verify KV sent over tcp with a CRC-32; lowers throughput; enable it on unreliable networks"),

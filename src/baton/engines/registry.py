@@ -13,7 +13,9 @@ from baton.config.engines import ExpertOptions
 from baton.config.settings import Settings
 from baton.engines.echo.engine import MODEL_DIR, EchoEngine
 from baton.errors import ConfigError
-from baton.models.directory import resolve_model, served_name
+from baton.models.chat_template import read_all_templates, read_template_file
+from baton.models.directory import read_config, resolve_model, served_name
+from baton.models.families import REASONING, TOOL_CALLS, find_parser
 from baton.models.sentence import is_sentence_model
 from baton.ports.engine import Engine
 
@@ -124,7 +126,7 @@ def prepare_model(settings: Settings) -> Settings:
     model = settings.model or kind.own_model
     directory = resolve_model(model, cache_directory(settings) / "models")
     name = settings.name or (served_name(model) if settings.model else kind.own_name)
-    return msgspec.structs.replace(settings, model=str(directory), name=name)
+    return _prepare_chat(msgspec.structs.replace(settings, model=str(directory), name=name))
 
 
 def prepare_tokenizer(settings: Settings) -> Settings:
@@ -134,7 +136,37 @@ def prepare_tokenizer(settings: Settings) -> Settings:
     """
     model = settings.model or "smollm2"
     directory = resolve_model(model, cache_directory(settings) / "models", weights=False)
-    return msgspec.structs.replace(settings, model=str(directory), name=settings.name or served_name(model))
+    return _prepare_chat(
+        msgspec.structs.replace(settings, model=str(directory), name=settings.name or served_name(model))
+    )
+
+
+def _prepare_chat(settings: Settings) -> Settings:
+    """Return the settings with the parsers of the model's family and a checked chat template. Raises ConfigError."""
+    if embeds(settings):
+        _refuse_chat_settings(settings)
+        return settings
+    if settings.chat_template:
+        file = Path(settings.chat_template).expanduser().resolve()
+        settings = msgspec.structs.replace(settings, chat_template=str(file))
+        template = read_template_file(file)
+    else:
+        template = read_all_templates(Path(settings.model))
+    if settings.model_input == "text":
+        return settings
+    model_type = read_config(Path(settings.model)).model_type
+    found = {
+        "tool_call_parser": find_parser(TOOL_CALLS, model_type, template),
+        "reasoning_parser": find_parser(REASONING, model_type, template),
+    }
+    chosen = {name: parser for name, parser in found.items() if getattr(settings, name) == "auto"}
+    return msgspec.structs.replace(settings, **chosen)
+
+
+def _refuse_chat_settings(settings: Settings) -> None:
+    for name in ("tool_call_parser", "reasoning_parser", "chat_template"):
+        if getattr(settings, name) not in ("auto", "none", ""):
+            raise ConfigError(f"an embedding model does not chat: drop --{name.replace('_', '-')}")
 
 
 def embeds(settings: Settings) -> bool:

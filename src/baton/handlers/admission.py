@@ -18,6 +18,8 @@ MAX_PROMPT_LOGPROBS = 65_536
 MAX_STOP_TOKENS = 1024
 MAX_LOGIT_BIASES = 4096
 
+_USED_BY = {"json": ", which response_format and a tool_choice other than auto and none require"}
+
 
 def admit(
     request: GenerateRequest,
@@ -171,7 +173,7 @@ def _unsupported_guide(request: GenerateRequest, can: Capabilities) -> Iterator[
     kinds = guided.kinds()
     for kind in kinds:
         if kind not in can.guided:
-            yield f"guided_decoding.{kind}: this engine cannot guide its output by {kind}"
+            yield f"guided_decoding.{kind}: this engine cannot guide its output by {kind}{_USED_BY.get(kind, '')}"
     if not kinds and (guided.backend or guided.whitespace_pattern is not None):
         yield "guided_decoding: there is no constraint to apply the backend or the whitespace pattern to"
     if kinds and request.require_reasoning and not can.guides_after_reasoning:

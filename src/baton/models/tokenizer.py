@@ -1,31 +1,28 @@
-"""The tokenizer of a model directory, with Hugging Face's tokenizers, and its chat template in a sandbox."""
+"""The tokenizer of a model directory, with Hugging Face's tokenizers, and its chat template."""
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jinja2
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
 from baton.errors import ConfigError, InvalidRequest
+from baton.models.chat_template import compile_template, read_chat_template, read_template_file
 from baton.models.sentence import read_layout
-
-log = logging.getLogger(__name__)
 
 
 class HubTokenizer:
-    """A Tokenizer (see `ports/tokenizer.py`)."""
+    """A Tokenizer (see `ports/tokenizer.py`), with the chat template in `template_file`, or the model's own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, template_file: str = "") -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
             self._settings = json.loads((directory / "tokenizer_config.json").read_text())
         except Exception as error:  # tokenizers raises plain Exception
             raise ConfigError(f"cannot read the tokenizer in {directory}: {error}") from error
-        self._template = _read_template(self._settings, directory)
+        source = read_template_file(Path(template_file)) if template_file else read_chat_template(directory)
+        self._template = compile_template(source, directory) if source is not None else None
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -82,25 +79,3 @@ class HubDecoder:
         """See `Decoder.push`."""
         step, tokenizer = self._stream.step, self._tokenizer
         return "".join([step(tokenizer, token) or "" for token in token_ids])
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _read_template(settings: dict[str, object], directory: Path) -> jinja2.Template | None:
-    """Return the compiled chat template, or None if the model has none. Raises ConfigError if it cannot be read."""
-    path = directory / "chat_template.jinja"
-    try:
-        source = settings.get("chat_template") or (path.read_text() if path.is_file() else None)
-        if not isinstance(source, str):
-            if source is not None:
-                log.warning(
-                    "ignoring the chat template in %s: it is a %s, not a string", directory, type(source).__name__
-                )
-            return None
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        return environment.from_string(source)
-    except (OSError, UnicodeError, jinja2.TemplateError) as error:
-        raise ConfigError(f"cannot read the chat template in {directory}: {error}") from error

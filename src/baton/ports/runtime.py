@@ -44,8 +44,31 @@ class Service(Generic[Req, Rep]):
         self.encode = encode
 
 
+class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How frontends render the prompts of a model that takes tokens, and parse its answers.
+
+    `template` is a file that replaces the model's chat template. Without `tool_call_parser`, requests with tools are
+    refused; without `reasoning_parser`, reasoning is part of the content.
+    """
+
+    template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
+class Locality(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of a worker. KV moves only (`required`) or preferably between workers of one place."""
+
+    domain: str
+    value: str
+    enforcement: str
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A served model, as it is registered for frontends and routers."""
+    """A served model, as it is registered for frontends and routers.
+
+    `router` is how frontends select among the workers of this type, None for their own setting.
+    """
 
     name: str
     directory: str
@@ -61,6 +84,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     handoff_port: int | None = None
     kv_events: bool = False
     dp_size: int = 1
+    chat: ChatFormat = ChatFormat()
+    router: str | None = None
+    taints: frozenset[str] = frozenset()
+    locality: Locality | None = None
 
 
 class Endpoint(Protocol):

@@ -8,6 +8,7 @@ from baton.errors import BatonError, EngineDead
 from baton.process.service_process import unless_stopped
 from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.frontend import DynamoFrontend
+from baton.runtimes.dynamo.routing import router_config
 from baton.status.sd_notify import notify, send_heartbeats
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,7 @@ async def _main(settings: Settings) -> int:
         settings.namespace,
         settings.host,
         settings.port,
-        settings.router,
-        settings.busy_threshold,
+        router_config(settings),
         settings.migrations,
         settings.drain_timeout_s,
         backend_timeout_s=settings.request_timeout_s + settings.drain_timeout_s,

@@ -16,6 +16,7 @@ from baton.handlers.prefill import PrefillHandler
 from baton.handlers.probe import ONE_TOKEN, ONE_VECTOR, ProbeContext, ProbeHandler, read_to_end
 from baton.handlers.text import TextHandler
 from baton.health.canary import Probe
+from baton.models.families import NO_PARSER
 from baton.models.tokenizer import HubTokenizer, PassageTokenizer
 from baton.ports.engine import (
     Capabilities,
@@ -27,7 +28,7 @@ from baton.ports.engine import (
     HandoffStyle,
     KvImportEngine,
 )
-from baton.ports.runtime import ModelCard, Service
+from baton.ports.runtime import ChatFormat, Locality, ModelCard, Service
 from baton.ports.transfer import KvShape
 from baton.protocol.codec import decode_request, encode_chunk
 from baton.protocol.embeddings import decode_embed, encode_embeddings
@@ -148,7 +149,34 @@ def announce(role: str, context: RoleContext, role_service: RoleService) -> Mode
         # load only, and an encode worker has no KV.
         kv_events=model_input == "tokens" and role not in ("decode", "encode"),
         dp_size=context.engine.capabilities.dp_size,
+        chat=chat_format(settings),
+        router=_router(role, settings),
+        taints=frozenset(filter(None, map(str.strip, settings.taints.split(",")))),
+        locality=_locality(settings),
     )
+
+
+def _router(role: str, settings: Settings) -> str | None:
+    setting = {"prefill": settings.router_prefill, "decode": settings.router_decode}.get(role, "auto")
+    return None if setting == "auto" else setting
+
+
+def _locality(settings: Settings) -> Locality | None:
+    domain, _, value = settings.kv.locality.partition("=")
+    return Locality(domain=domain, value=value, enforcement=settings.kv.locality_enforcement) if value else None
+
+
+def chat_format(settings: Settings) -> ChatFormat:
+    """Return how frontends render prompts and parse answers, by prepared settings."""
+    return ChatFormat(
+        template=settings.chat_template or None,
+        tool_call_parser=_parser(settings.tool_call_parser),
+        reasoning_parser=_parser(settings.reasoning_parser),
+    )
+
+
+def _parser(setting: str) -> str | None:
+    return None if setting in ("auto", NO_PARSER) else setting
 
 
 def _needs(role: str, settings: Settings) -> tuple[tuple[str, ...], ...]:
@@ -197,7 +225,7 @@ async def _encode(context: RoleContext) -> RoleService:
     producer = await open_room_server(context.settings.kv, None, context.settings.runtime.bind)
     handler = EncodeHandler(engine, context.info, context.tracker, loader, producer)
     prober = EncodeHandler(engine, context.info, context.probe_tracker, loader, producer)
-    prompt, image = _image_prompt(Path(context.info.model_dir)), probe_image()
+    prompt, image = _image_prompt(context), probe_image()
     return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
         lambda: prober.probe(prompt, image, ProbeContext()),
@@ -206,11 +234,15 @@ async def _encode(context: RoleContext) -> RoleService:
     )
 
 
-def _image_prompt(directory: Path) -> tuple[int, ...]:
+def _tokenizer(context: RoleContext) -> HubTokenizer:
+    return HubTokenizer(Path(context.info.model_dir), context.settings.chat_template)
+
+
+def _image_prompt(context: RoleContext) -> tuple[int, ...]:
     """Return a prompt with a place for one image, if the model's chat template can render one; else a single token."""
     image_first = [{"type": "image"}, {"type": "text", "text": "."}]
     try:
-        tokenizer = HubTokenizer(directory)
+        tokenizer = _tokenizer(context)
         tokens = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": image_first}]))
     except (ConfigError, InvalidRequest) as error:
         log.warning("no prompt with an image for the probe, which sends one token instead: %s", error.message)
@@ -260,9 +292,7 @@ def _media_consumer(context: RoleContext) -> "RoomClient | None":
 
 def _generate(context: RoleContext, media_input: MediaInput) -> Service[Any, Any]:
     if context.settings.model_input == "text":
-        text = TextHandler(
-            _generating(context), context.info, context.tracker, HubTokenizer(Path(context.info.model_dir))
-        )
+        text = TextHandler(_generating(context), context.info, context.tracker, _tokenizer(context))
         return Service(text.generate, decode_text, encode_text)
     return Service(
         AggregatedHandler(_generating(context), context.info, context.tracker, media_input).generate,

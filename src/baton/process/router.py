@@ -17,6 +17,7 @@ from baton.metrics.exposition import TimedScrape, join
 from baton.models.directory import read_config
 from baton.ports.runtime import Endpoint, ModelCard, Runtime, Service, Wire
 from baton.process.registration_watch import RegistrationWatch
+from baton.process.roles import chat_format
 from baton.process.service_process import (
     DISCOVERY_TIMEOUT_S,
     ServiceProcess,
@@ -198,6 +199,7 @@ class GlobalRouter:
             block_size=BLOCK_SIZE,
             total_blocks=0,
             max_running=0,
+            chat=chat_format(self._settings),
         )
 
     def _empty_roles(self) -> list[str]:

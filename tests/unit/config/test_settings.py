@@ -212,3 +212,24 @@ def test_words_for_the_engine_reach_another_process_unchanged() -> None:
 def test_words_that_cannot_be_split_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="engine_args"):
         load({}, {"BATON_ENGINE_ARGS": text}, None)
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_with_those_that_exist(name: str) -> None:
+    message = refusal({}, {f"BATON_{name.upper()}": "nonsense"}, None)
+    assert f"--{name.replace('_', '-')}" in message
+    assert "auto, none, " in message
+    assert "qwen3" in message
+
+
+def test_workers_that_take_text_have_no_parsers() -> None:
+    assert "--model-input text" in refusal({"model_input": "text", "reasoning_parser": "qwen3"}, {}, None)
+
+
+def test_a_policy_needs_the_router_that_applies_it() -> None:
+    assert "--router kv" in refusal({"router_policy": "policy.yaml"}, {}, None)
+
+
+@pytest.mark.parametrize("place", ["zone", "zone=", "=a", "zone=a,rack=b"])
+def test_the_place_of_a_worker_is_one_domain_and_its_value(place: str) -> None:
+    assert "--kv-locality" in refusal({"kv.locality": place}, {}, None)

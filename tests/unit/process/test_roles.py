@@ -15,7 +15,7 @@ from baton.config.settings import Settings
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, ConfigError
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
-from baton.ports.runtime import ModelCard
+from baton.ports.runtime import Locality, ModelCard
 from baton.ports.transfer import KvMemory, KvShape
 from baton.process.roles import role_of
 from baton.process.worker import Worker
@@ -222,3 +222,15 @@ def test_an_engine_that_moves_kv_itself_has_one_handoff_style(style: HandoffStyl
         return refused.value
 
     assert f"drop --kv-handoff {setting}" in run_bounded(body()).message
+
+
+@pytest.mark.parametrize(("role", "router"), [("prefill", "kv"), ("decode", None)])
+def test_a_worker_is_registered_with_what_routers_select_it_by(role: Role, router: str | None) -> None:
+    async def body() -> None:
+        kv = KvTransferOptions(locality="zone=a", locality_enforcement="preferred")
+        async with running_worker(role, taints="h200, rack-3", router_prefill="kv", kv=kv) as harness:
+            card = harness.card
+            assert (card.router, card.taints) == (router, {"h200", "rack-3"})
+            assert card.locality == Locality(domain="zone", value="a", enforcement="preferred")
+
+    run_bounded(body())

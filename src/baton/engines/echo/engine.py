@@ -1,7 +1,8 @@
 """The echo engine: repeats the prompt, one token a step, and behaves like a real engine otherwise.
 
 With `max_tokens` it repeats the prompt until that many tokens are generated; without, it generates the prompt once.
-Choice i starts i tokens later. Blocks are reserved for the whole output at admission: nothing is preempted.
+Choice i starts i tokens later. A script replaces the echo of some prompts by an answer. Blocks are reserved for the
+whole output at admission: nothing is preempted.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from baton.engine_kit.kv_ledger import KvLedger
 from baton.engine_kit.output_stream import OutputStream
 from baton.engines.echo.blocks import BLOCK, BlockPool, HeldBlocks
 from baton.engines.echo.images import image_sizes, with_image_sizes
+from baton.engines.echo.script import read_script
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
 from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress, Work
@@ -40,16 +42,15 @@ class _Ending(NamedTuple):
     stop_reason: int | None = None
 
 
-def _ending(work: Work, index: int) -> _Ending:
-    """Return where choice `index` ends: at a stop token, at the end of the prompt, or at the limit."""
-    prompt, size, minimum = work.token_ids, len(work.token_ids), work.stop.min_tokens or 0
-    repeats = work.stop.max_tokens is not None or work.stop.ignore_eos
+def _ending(work: Work, source: tuple[int, ...], first: int, repeats: bool) -> _Ending:
+    """Return where a choice that starts at token `first` of `source` ends: at a stop token, its end, or the limit."""
+    size, minimum = len(source), work.stop.min_tokens or 0
     limit = work.max_tokens if repeats else min(work.max_tokens, max(size, minimum))
     eos = () if work.stop.ignore_eos else work.eos_token_ids
     stops = _stop_tokens(work.stop)
-    if not stops.union(eos).isdisjoint(prompt):
+    if not stops.union(eos).isdisjoint(source):
         for position in range(max(minimum - 1, 0), min(limit, minimum + size)):
-            token = prompt[(position + index) % size]
+            token = source[(position + first) % size]
             if token in eos:
                 return _Ending(position + 1, FinishReason.EOS)
             if token in stops:
@@ -74,16 +75,22 @@ class _Sequence:
         "logprobs",
         "produced",
         "ready_at",
+        "source",
+        "step",
         "stream",
         "total",
         "work",
     )
 
-    def __init__(self, work: Work, stream: OutputStream) -> None:
+    def __init__(self, work: Work, stream: OutputStream, answer: tuple[int, ...] | None = None) -> None:
         self.work = work
         self.stream = stream
         self.logprobs = work.output.logprobs
-        self.endings = [_ending(work, index) for index in range(work.sampling.n or 1)]
+        self.source = answer or work.token_ids
+        self.step = 0 if answer else 1  # between the first tokens of two choices
+        repeats = not answer and (work.stop.max_tokens is not None or bool(work.stop.ignore_eos))
+        choices = range(work.sampling.n or 1)
+        self.endings = [_ending(work, self.source, index * self.step, repeats) for index in choices]
         self.total = max(ending.length for ending in self.endings)
         self.produced = 0
         self.ready_at = 0.0
@@ -94,17 +101,18 @@ class _Sequence:
 
     def emit(self, count: int) -> bool:
         """Generate the next `count` tokens of every choice; return whether the sequence has ended."""
-        prompt, start = self.work.token_ids, self.produced
-        size, stop = len(prompt), start + count
+        source, start = self.source, self.produced
+        size, stop = len(source), start + count
         if start == 0:
             self.stream.cached(self.cached_tokens)
         for index, ending in enumerate(self.endings):
             if start >= ending.length:
                 continue
+            first = index * self.step
             if count == 1:
-                tokens = [prompt[(start + index) % size]]
+                tokens = [source[(start + first) % size]]
             else:
-                tokens = [prompt[(at + index) % size] for at in range(start, min(stop, ending.length))]
+                tokens = [source[(at + first) % size] for at in range(start, min(stop, ending.length))]
             logprobs = None if self.logprobs is None else _logprobs(tokens, self.logprobs)
             self.stream.push(tokens, index, logprobs)
             if stop >= ending.length:
@@ -129,6 +137,7 @@ class EchoEngine:
         self._options = options or EchoOptions()
         self._model_dir = model_dir
         self._name = name
+        self._script = read_script(Path(self._options.script), model_dir) if self._options.script else None
         self._pace_s = self._options.pace_ms / 1000
         self._pool = BlockPool(self._options.blocks)
         self._kv_ledger = KvLedger(BLOCK)
@@ -172,7 +181,8 @@ class EchoEngine:
     def submit(self, work: Work) -> OutputStream:
         """See `GenerateEngine.submit`."""
         self._alive()
-        sequence = _Sequence(with_image_sizes(work) if work.media else work, OutputStream(work.sampling.n or 1))
+        answer = self._script.answer(work.token_ids) if self._script is not None else None
+        sequence = _Sequence(with_image_sizes(work) if work.media else work, OutputStream(work.sampling.n or 1), answer)
         self._refuse_impossible(sequence)
         self._read_fault(sequence)
         self._waiting.append(sequence)

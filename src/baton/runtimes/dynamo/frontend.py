@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from typing import Literal
 
 from dynamo import _core
 
@@ -10,14 +9,6 @@ from baton.config.runtime import RuntimeOptions
 from baton.errors import ConfigError, EngineDead
 from baton.runtimes.dynamo.listener import refuse_unusable_address, set_nodelay
 from baton.runtimes.dynamo.runtime import DynamoRuntime
-
-RouterName = Literal["round-robin", "random", "kv"]
-
-_ROUTERS = {
-    "round-robin": _core.RouterMode.RoundRobin,
-    "random": _core.RouterMode.Random,
-    "kv": _core.RouterMode.KV,
-}
 
 
 class DynamoFrontend:
@@ -29,8 +20,7 @@ class DynamoFrontend:
         namespace: str,
         host: str,
         port: int,
-        router: RouterName,
-        busy_threshold: float,
+        router: _core.RouterConfig,
         migrations: int,
         drain_timeout_s: float,
         backend_timeout_s: float,
@@ -38,7 +28,7 @@ class DynamoFrontend:
         self._namespace = namespace
         self._host = host
         self._port = port
-        self._router = _core.RouterConfig(_ROUTERS[router], active_decode_blocks_threshold=busy_threshold or None)
+        self._router = router
         self._drain_timeout_s = drain_timeout_s
         self._migrations = migrations
         self._environment = {

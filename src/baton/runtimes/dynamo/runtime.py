@@ -1,8 +1,11 @@
 """A Runtime on ai-dynamo-runtime: embedded without services, and the same code on etcd, NATS and Kubernetes."""
 
 import asyncio
+import functools
 import logging
+import operator
 import os
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -22,7 +25,9 @@ from baton.runtimes.dynamo.errors import to_runtime
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.publishers import KvEventPublisher, LoadPublisher
 from baton.runtimes.dynamo.response_writer import ResponseWriter, Sender
+from baton.runtimes.dynamo.routing import ROUTER_MODES, refuse_missing_taints
 from baton.runtimes.dynamo.service_check import check_services
+from baton.runtimes.dynamo.tool_calls import mark_requests_with_tools, refuse_tools
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ class _RequestServer:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self.checks: list[Callable[[Wire], None]] = []
 
     def handle(self, request: Wire, context: _core.Context, response_sender: Sender) -> _ResponseEnd:
         """Called by the runtime for every request, in one of its threads; the work starts in the event loop."""
@@ -83,6 +89,8 @@ class _RequestServer:
 
     def _start(self, request: Wire, context: DynamoContext, sender: Sender, end: asyncio.Future[None]) -> None:
         try:
+            for check in self.checks:
+                check(request)
             decoded = self._service.decode(request)
         except DecodeError as error:
             _finish(end, to_runtime(InvalidRequest(str(error))))
@@ -170,20 +178,19 @@ class DynamoEndpoint:
 
     async def register_model(self, card: ModelCard) -> None:
         """See `Endpoint.register_model`."""
-        surfaces = [_SURFACES[surface] for surface in sorted(card.surfaces)]
-        model_type = surfaces[0] if surfaces else _core.ModelType.Empty
-        for surface in surfaces[1:]:
-            model_type = model_type | surface
+        self.server.checks = _checks(card)
         try:
             await _core.register_model(
                 _INPUTS[card.model_input],
-                model_type,
+                _model_type(card),
                 self._raw,
                 card.directory,
                 card.name,
                 worker_type=_WORKER_TYPES[card.worker_type],
                 kv_cache_block_size=card.block_size,
+                router_config=_core.RouterConfig(ROUTER_MODES[card.router]) if card.router is not None else None,
                 runtime_config=_runtime_config(card),
+                custom_template_path=card.chat.template if card.model_input == "tokens" else None,
                 needs=[[_WORKER_TYPES[name] for name in group] for group in card.needs] or None,
                 skip_model_assets=card.model_input == "text",
             )
@@ -341,6 +348,28 @@ def _explain(error: Exception) -> str:
     return str(error)
 
 
+def _model_type(card: ModelCard) -> _core.ModelType:
+    surfaces = [_SURFACES[surface] for surface in sorted(card.surfaces)]
+    return functools.reduce(operator.or_, surfaces) if surfaces else _core.ModelType.Empty
+
+
+def _checks(card: ModelCard) -> list[Callable[[Wire], None]]:
+    """Return what refuses the requests that this worker must not serve, although a frontend sends them."""
+    missing_taints = functools.partial(refuse_missing_taints, taints=_taints(card))
+    return [missing_taints, refuse_tools] if _lacks_tool_calls(card) else [missing_taints]
+
+
+def _taints(card: ModelCard) -> frozenset[str]:
+    """Return all names that requests can require of the worker; the runtime adds one for its place."""
+    place = card.locality
+    return card.taints if place is None else card.taints | {f"dynamo.topology/{place.domain}={place.value}"}
+
+
+def _lacks_tool_calls(card: ModelCard) -> bool:
+    """Whether the frontend renders prompts for the model, but cannot parse its tool calls."""
+    return card.model_input == "tokens" and card.chat.tool_call_parser is None
+
+
 def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
     config = _core.ModelRuntimeConfig()
     config.context_length = card.context_length
@@ -349,6 +378,15 @@ def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
     config.data_parallel_size = card.dp_size
     config.kv_event_publishing_enabled = card.kv_events
     config.enable_local_indexer = card.kv_events
+    config.tool_call_parser = card.chat.tool_call_parser
+    config.reasoning_parser = card.chat.reasoning_parser
+    if _lacks_tool_calls(card):
+        mark_requests_with_tools(config)
+    config.taints = set(card.taints)
+    if card.locality is not None:
+        config.topology_domains = {card.locality.domain: card.locality.value}
+        config.kv_transfer_domain = card.locality.domain
+        config.kv_transfer_enforcement = card.locality.enforcement
     if card.handoff_host is not None and card.handoff_port is not None:
         config.set_disaggregated_endpoint(card.handoff_host, card.handoff_port)
     if card.worker_type == "encode" or any("encode" in group for group in card.needs):
