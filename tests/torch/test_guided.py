@@ -14,6 +14,7 @@ pytest.importorskip("llguidance")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 from baton.engines.torch.guided import MAX_SCHEMA_BYTES, GuideCompiler  # noqa: E402
+from baton.engines.torch.reasoning_guide import ReasoningGuide  # noqa: E402
 from baton.engines.torch.sampler import Sampled, sample  # noqa: E402
 from baton.engines.torch.sampling_params import Guide, finish_of, make_sampling_params  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
@@ -302,6 +303,28 @@ def test_a_known_format_is_enforced(compiler: GuideCompiler, tokenizer: Tokenize
 def test_a_keyword_that_is_not_supported_is_named(compiler: GuideCompiler) -> None:
     with pytest.raises(InvalidRequest, match='does not support the keywords "uniqueItems"'):
         guide_of(compiler, GuidedDecoding(json={"type": "array", "uniqueItems": True}))
+
+
+def test_a_guide_after_reasoning_begins_with_the_token_after_its_end(
+    compiler: GuideCompiler, tokenizer: Tokenizer, vocab: int
+) -> None:
+    end = token_of(tokenizer, "z")
+    guide = ReasoningGuide(guide_of(compiler, GuidedDecoding(choice=("yes",))), end, vocab)
+    assert allowed_by(guide) == set(range(vocab))
+    for letter in "any":
+        guide.accept(token_of(tokenizer, letter))
+        assert not guide.done
+    guide.accept(end)
+    assert end not in allowed_by(guide)
+    for letter in "yes":
+        guide.accept(token_of(tokenizer, letter))
+    assert guide.done
+
+
+def token_of(tokenizer: Tokenizer, letter: str) -> int:
+    token = tokenizer.token_to_id(letter)
+    assert token is not None
+    return token
 
 
 def test_equal_requests_compile_once_and_have_separate_guides(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:

@@ -16,6 +16,7 @@ MAX_TOKEN_DIGITS = 10
 # Of one answer: each log-probability of a prompt is an object in one message.
 MAX_PROMPT_LOGPROBS = 65_536
 MAX_STOP_TOKENS = 1024
+REASONING_TAIL = 8  # tokens at the end of a prompt in which a template ends reasoning
 MAX_LOGIT_BIASES = 4096
 
 _USED_BY = {"json": ", which response_format and a tool_choice other than auto and none require"}
@@ -30,7 +31,8 @@ def admit(
     handoff: Handoff | None = None,
 ) -> Work:
     """Return the work for `request`, without its media. Raises InvalidRequest, ContextTooLong or Unsupported."""
-    for problem in _unsupported(request, can):
+    reasons_first = _reasons_before_its_guide(request, info)
+    for problem in _unsupported(request, can, reasons_first):
         raise Unsupported(problem)
     _check_prompt(request.token_ids, info, "token_ids", _max_prompt(info, info.context_length - 1))
     max_tokens = _max_tokens(request, info.context_length)
@@ -50,7 +52,7 @@ def admit(
         dp_rank=routing.dp_rank if routing else None,
         lora_name=routing.lora_name if routing else None,
         cache_salt=request.cache_salt,
-        require_reasoning=bool(request.require_reasoning),
+        require_reasoning=reasons_first,
         trace_headers=trace_headers,
     )
 
@@ -140,9 +142,18 @@ def _max_tokens(request: GenerateRequest, context_length: int) -> int:
     return limit
 
 
-def _unsupported(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+def _reasons_before_its_guide(request: GenerateRequest, info: EngineInfo) -> bool:
+    """Whether the guide applies only after reasoning. A template that disables reasoning ends it in the prompt."""
+    guided = request.sampling.guided_decoding
+    if not request.require_reasoning or guided is None or not guided.kinds():
+        return False
+    return info.reasoning_end_token not in request.token_ids[-REASONING_TAIL:]
+
+
+def _unsupported(request: GenerateRequest, can: Capabilities, reasons_first: bool) -> Iterator[str]:
     yield from unknown_options(request)
     yield from _unsupported_sampling(request, can)
+    yield from _unsupported_guide(request, can, reasons_first)
     yield from _unsupported_output(request, can)
     yield from _unsupported_routing(request, can)
     if request.encoder_result is None:
@@ -163,10 +174,9 @@ def _unsupported_sampling(request: GenerateRequest, can: Capabilities) -> Iterat
         yield "logit_bias: this engine has no logit bias"
     if request.stop.max_thinking_tokens is not None and not can.max_thinking_tokens:
         yield "max_thinking_tokens: this engine has no thinking budget"
-    yield from _unsupported_guide(request, can)
 
 
-def _unsupported_guide(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+def _unsupported_guide(request: GenerateRequest, can: Capabilities, reasons_first: bool) -> Iterator[str]:
     guided = request.sampling.guided_decoding
     if guided is None:
         return
@@ -176,8 +186,11 @@ def _unsupported_guide(request: GenerateRequest, can: Capabilities) -> Iterator[
             yield f"guided_decoding.{kind}: this engine cannot guide its output by {kind}{_USED_BY.get(kind, '')}"
     if not kinds and (guided.backend or guided.whitespace_pattern is not None):
         yield "guided_decoding: there is no constraint to apply the backend or the whitespace pattern to"
-    if kinds and request.require_reasoning and not can.guides_after_reasoning:
-        yield "require_reasoning: this engine guides its output from the first token; it cannot reason before"
+    if reasons_first and not can.guides_after_reasoning:
+        yield (
+            "require_reasoning: this engine guides its output from the first token, and the model would reason before;"
+            ' disable reasoning (chat_template_kwargs: {"enable_thinking": false}) or the guide'
+        )
 
 
 def _unsupported_output(request: GenerateRequest, can: Capabilities) -> Iterator[str]:

@@ -69,9 +69,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine serves, and its limits.
 
     A prompt has at most `max_prompt_tokens`, where that is less than the context. `vocab_size` is None if the engine
-    cannot tell. `handoff_host` and `handoff_port` are the bootstrap address of an
-    engine that moves KV by itself; `kv` is the KV cache of one that does not. An engine that is spread over machines
-    has one leader; its followers take no work and only publish readings. `group` identifies the nodes of one engine.
+    cannot tell. `reasoning_end_token` ends the reasoning of a model that reasons. `handoff_host` and `handoff_port` are
+    the bootstrap address of an engine that moves KV by itself; `kv` is the KV cache of one that does not. An engine
+    that is spread over machines has one leader; its followers take no work and only publish readings. `group`
+    identifies the nodes of one engine.
     """
 
     model_name: str
@@ -83,6 +84,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int | None = None
     vocab_size: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    reasoning_end_token: int | None = None
     embedding_size: int | None = None
     handoff_host: str | None = None
     handoff_port: int | None = None
@@ -92,7 +94,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as an engine sees it. `max_tokens` is always set. It has passed admission."""
+    """One request as an engine sees it. `max_tokens` is always set. It has passed admission.
+
+    With `require_reasoning`, its guide applies to what follows `EngineInfo.reasoning_end_token`.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]

@@ -15,7 +15,10 @@ from baton.protocol.ids import RequestId
 from baton.protocol.requests import GenerateRequest, GuidedDecoding, OutputOptions, Sampling, StopConditions
 from baton.testing.fakes import SCRIPTED_INFO
 
-INFO = msgspec.structs.replace(SCRIPTED_INFO, context_length=40_000, vocab_size=None)
+END_OF_REASONING = 77
+INFO = msgspec.structs.replace(
+    SCRIPTED_INFO, context_length=40_000, vocab_size=None, reasoning_end_token=END_OF_REASONING
+)
 ALL = Capabilities(
     max_logprobs=20,
     prompt_logprobs=True,
@@ -143,6 +146,13 @@ def test_options_that_an_engine_cannot_apply_are_refused_by_name() -> None:
     with pytest.raises(Unsupported, match=r"^max_thinking_tokens: "):
         build({"stop_conditions": {"max_thinking_tokens": 3}}, lesser)
     assert build({**guided, "require_reasoning": True}).require_reasoning
+
+
+def test_a_prompt_that_ends_reasoning_is_guided_from_the_first_token() -> None:
+    lesser = msgspec.structs.replace(ALL, guides_after_reasoning=False)
+    guided = {"sampling_options": {"guided_decoding": {"json": {}}}, "require_reasoning": True}
+    assert not build({**guided, "token_ids": [5, END_OF_REASONING, 6]}, lesser).require_reasoning
+    assert build({**guided, "token_ids": [END_OF_REASONING, *range(20)]}).require_reasoning
 
 
 def test_a_forwarded_request_keeps_its_keys() -> None:

@@ -21,6 +21,7 @@ from baton.engines.echo.images import image_sizes, with_image_sizes
 from baton.engines.echo.script import read_script
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
+from baton.models.reasoning import reasoning_end_token
 from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress, Work
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
@@ -176,6 +177,7 @@ class EchoEngine:
             max_running=self._options.max_running,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
+            reasoning_end_token=reasoning_end_token(self._model_dir),
         )
 
     def submit(self, work: Work) -> OutputStream:

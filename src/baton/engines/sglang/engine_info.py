@@ -13,6 +13,7 @@ from baton.engines.sglang.launch_mode import LaunchMode
 from baton.engines.sglang.server_args import Arguments
 from baton.engines.sglang.sglang_types import Engine, Snapshot
 from baton.engines.sglang.tcp_ports import bootstrap_host
+from baton.models.reasoning import reasoning_end_token
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ def engine_info(
         max_prompt_tokens=facts.max_prompt_tokens,
         vocab_size=facts.vocab_size or None,
         eos_token_ids=facts.eos_token_ids,
+        reasoning_end_token=reasoning_end_token(model_dir),
         embedding_size=facts.hidden_size if mode.embedding else None,
         handoff_host=bootstrap_host(options.host, arguments.values["dist_init_addr"]) if has_bootstrap else None,
         handoff_port=int(facts.values["disaggregation_bootstrap_port"]) if has_bootstrap else None,

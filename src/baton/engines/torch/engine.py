@@ -12,12 +12,14 @@ from baton.config.engines import TorchOptions
 from baton.engine_kit.output_stream import OutputStream
 from baton.engine_kit.threads import run_in_thread
 from baton.engines.torch.guided import GuideCompiler
+from baton.engines.torch.reasoning_guide import ReasoningGuide
 from baton.engines.torch.sampling_params import Guide, make_sampling_params
 from baton.engines.torch.sequence import Sequence
 from baton.engines.torch.thread import EngineThread
-from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest
+from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import read_config
+from baton.models.reasoning import reasoning_end_token
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle, Progress, Work
 from baton.protocol.commands import Command, JoinGroup, Outcome, UpdateWeights
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
@@ -76,6 +78,7 @@ class TorchEngine:
             prompt_logprobs=True,
             max_choices=128,
             guided=frozenset({"json", "regex", "choice", "grammar"}),
+            guides_after_reasoning=True,
             logit_bias=True,
             memory_tags=frozenset({"kv_cache", "weights"}),
             weight_sources=frozenset({"disk", "tensors", "shared_memory", "group"}),
@@ -208,6 +211,7 @@ class TorchEngine:
             max_running=self._options.max_running,
             vocab_size=runner.config.vocab,
             eos_token_ids=eos_token_ids,
+            reasoning_end_token=reasoning_end_token(self._directory),
             kv=runner.kv_memory,
         )
 
@@ -222,6 +226,8 @@ class TorchEngine:
         blocks = -(-(len(work.token_ids) + work.max_tokens) // info.block_size)
         if blocks > info.total_blocks:
             raise InvalidRequest(f"the request needs {blocks} KV blocks; this engine has {info.total_blocks}")
+        if work.require_reasoning and info.reasoning_end_token is None:
+            raise Unsupported("require_reasoning: this model has no token that ends reasoning")
         if isinstance(work.handoff, Produce):
             _refuse_more_than_a_prompt(work)
 
@@ -236,8 +242,12 @@ class TorchEngine:
             self._streams.pop(request_id).fail(error)
             return
         for sequence in choices:
-            sequence.guide = compiled.result()()
+            sequence.guide = self._guide(compiled.result()(), sequence.work, running)
         running.thread.submit(lambda core: core.add(choices))
+
+    def _guide(self, guide: Guide, work: Work, running: _Running) -> Guide:
+        end = running.info.reasoning_end_token
+        return guide if not work.require_reasoning or end is None else ReasoningGuide(guide, end, running.vocab_size)
 
     def _deliver(self, result: "StepResult") -> None:
         """Pass the result of a step to the streams and the readings."""

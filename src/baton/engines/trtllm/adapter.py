@@ -35,6 +35,7 @@ from baton.engines.trtllm.request import RunningRequest
 from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import ModelConfig, read_config
+from baton.models.reasoning import reasoning_end_token
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle, Progress, Work
 from baton.protocol.commands import Command, ListLoras, LoadLora, Outcome, UnloadLora
 from baton.protocol.events import Reading
@@ -147,6 +148,7 @@ class TrtllmEngine:
             max_running=number(self._tree, "max_batch_size", DEFAULT_BATCH) * dp_size(self._tree),
             vocab_size=config.vocab_size,
             eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *defaults.eos_token_ids))),
+            reasoning_end_token=reasoning_end_token(self._model_dir),
         )
 
     def submit(self, work: Work) -> OutputStream:
