@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.models.sentence import read_layout
+from baton.models.sentence import is_lowercase
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class PassageTokenizer:
     """A TextEncoder (see `ports/tokenizer.py`)."""
 
     def __init__(self, directory: Path) -> None:
-        self._lowercase = read_layout(directory).lowercase
+        self._lowercase = is_lowercase(directory)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # tokenizers raises plain Exception

@@ -66,9 +66,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine serves, and its limits.
 
     A prompt has at most `max_prompt_tokens`, where that is less than the context. `vocab_size` is None if the engine
-    cannot tell. `handoff_host` and `handoff_port` are the bootstrap address of an
-    engine that moves KV by itself; `kv` is the KV cache of one that does not. An engine that is spread over machines
-    has one leader; its followers take no work and only publish readings. `group` identifies the nodes of one engine.
+    cannot tell. Vectors have `embedding_size` numbers, and can be shortened to any number in `embedding_dimensions`.
+    `handoff_host` and `handoff_port` are the bootstrap address of an engine that moves KV by itself; `kv` is the KV
+    cache of one that does not. An engine that is spread over machines has one leader; its followers take no work and
+    only publish readings. `group` identifies the nodes of one engine.
     """
 
     model_name: str
@@ -81,6 +82,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     embedding_size: int | None = None
+    embedding_dimensions: tuple[int, ...] = ()
     handoff_host: str | None = None
     handoff_port: int | None = None
     kv: KvMemory | None = None
