@@ -10,6 +10,7 @@ import pytest
 
 from tests.doubles.tiny_models import make_tiny_model
 from tests.e2e.harness import Serve, eventually, fetch
+from tests.e2e.pooled import Pooled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -26,6 +27,8 @@ STOP = {"BATON_START_TIMEOUT_S": "300", "BATON_CANARY_TIMEOUT_S": "60", "OMP_NUM
 LONG = "".join(f"{number} bottles of beer on the wall, " for number in range(100))
 PROMPTS = ["a", "0123456789abcdef", "0123456789abcdefg", "What is the capital of Japan?", LONG[:600], LONG[:2500]]
 COMPLETIONS = "/v1/completions"
+ONE_POOL = {"pools": [{"name": "all", "workers": {"count": 1}}]}
+POOLS = {"mode": "disaggregated", "prefill": ONE_POOL, "decode": ONE_POOL}
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +63,8 @@ def asking(length: int, tokens: int = 4) -> dict[str, object]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
 
 
-def quiet(serve: Serve) -> bool:
-    return all(serve.metric("baton_in_flight", n) == 0 == serve.metric("baton_engine_running", n) for n in (0, 1))
+def quiet(serve: Serve, workers: tuple[int, ...] = (0, 1)) -> bool:
+    return all(serve.metric("baton_in_flight", n) == 0 == serve.metric("baton_engine_running", n) for n in workers)
 
 
 class TestOneWorker:
@@ -180,6 +183,37 @@ class TestPrefillAndDecode:
                 process.send_signal(signal.SIGCONT)
             connection.close()
         eventually(lambda: split.post(COMPLETIONS, asking(20))[0] == 200, 120, "it serves again")
+
+
+@pytest.fixture(scope="module")
+def pools(start_shared: Callable[..., Pooled], model: str) -> Iterator[Pooled]:
+    """A router, a prefill pool and a decode pool: the frontend knows no worker, so prefill chooses the room."""
+    limits = ("--start-timeout-s", "300", "--canary-timeout-s", "60")
+    arguments = ("--engine", "sglang", "--model", model, *limits, *SPLIT)
+    pooled = start_shared(Pooled, POOLS, workers=2, arguments=arguments)
+    yield pooled
+    pooled.stop()
+
+
+class TestPools:
+    """A prefill pool and a decode pool behind the global router."""
+
+    @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+    def test_the_answer_is_the_same(self, whole: Serve, pools: Pooled, prompt: str) -> None:
+        expected = complete(whole, prompt).choices[0].text
+        done = pools.metric("baton_rooms_total", 1, end="done")
+        assert complete(pools, prompt).choices[0].text == expected
+        eventually(lambda: pools.metric("baton_rooms_total", 1, end="done") == done + 1, what="the room is done")
+
+    def test_a_client_that_leaves_during_prefill_frees_both(self, pools: Pooled) -> None:
+        cancelled = pools.ended("cancelled", 2, "decode")
+        connections = [pools.open(COMPLETIONS, asking(4000, 16)) for _ in range(2)]
+        eventually(lambda: pools.metric("baton_in_flight", 2) == 2, what="decode has both")
+        for connection in connections:
+            connection.close()
+        eventually(lambda: pools.ended("cancelled", 2, "decode") == cancelled + 2, what="decode has cancelled both")
+        eventually(lambda: quiet(pools, (1, 2)), 60, "both engines are free")
+        assert pools.post(COMPLETIONS, asking(20))[0] == 200
 
 
 class TestRouting:
