@@ -4,12 +4,13 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.doubles.tiny_models import make_tiny_model
-from tests.e2e.harness import Serve, eventually, fetch
+from tests.e2e.harness import LOAD_S, Serve, eventually, fetch
 from tests.e2e.pooled import Pooled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -216,18 +217,25 @@ class TestPools:
         assert pools.post(COMPLETIONS, asking(20))[0] == 200
 
 
-class TestRouting:
+@pytest.fixture(scope="module")
+def two(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
     """Two workers, and a router that knows what each of them has in its cache."""
+    flags = ("--model", model, "--router", "kv", *CPU)
+    settings = {**STOP, "BATON_STALL_TIMEOUT_S": "10"}
+    serve = start_shared(Serve, *flags, engine="sglang", workers=2, settings=settings)
+    yield serve
+    serve.stop()
 
-    def test_a_prompt_goes_where_its_beginning_is(self, start_shared: Callable[..., Serve], model: str) -> None:
-        flags = ("--model", model, "--router", "kv", *CPU)
-        serve = start_shared(Serve, *flags, engine="sglang", workers=2, settings=STOP)
 
+class TestTwoWorkers:
+    """One worker takes over from the other."""
+
+    def test_a_prompt_goes_where_its_beginning_is(self, two: Serve) -> None:
         def cached(prompt: str) -> int:
-            return int(complete(serve, prompt, max_tokens=2).usage.prompt_tokens_details.cached_tokens)
+            return int(complete(two, prompt, max_tokens=2).usage.prompt_tokens_details.cached_tokens)
 
         def served() -> list[float]:
-            return [serve.ended("completed", worker) for worker in (0, 1)]
+            return [two.ended("completed", worker) for worker in (0, 1)]
 
         prompts: list[str] = []
         while len(prompts) < 3 or not all(served()):
@@ -240,7 +248,22 @@ class TestRouting:
             assert all(cached(prompt + ending) >= 384 for ending in ("x", "y", "z"))
             taken = sorted(now - then for then, now in zip(before, served(), strict=True))
             assert taken == [0, 3], "one worker took all three"
-        serve.stop()
+
+    def test_a_frozen_scheduler_is_replaced_and_its_requests_move(self, two: Serve) -> None:
+        """Only SGLang's scheduler is frozen: the worker itself still answers and sends heartbeats."""
+        worker = two.worker(0)
+        [scheduler] = [child for child in worker.children(recursive=True) if "scheduler" in " ".join(child.cmdline())]
+        bodies = [{**asking(30 + number, 1500), "ignore_eos": True} for number in range(6)]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = pool.map(lambda body: two.post(COMPLETIONS, body), bodies)
+            eventually(lambda: two.metric("baton_engine_running") >= 1, what="the first worker has some")
+            scheduler.send_signal(signal.SIGSTOP)
+            for status, text in answers:
+                assert status == 200, text
+                assert json.loads(text)["usage"]["completion_tokens"] == 1500
+        assert "no step for" in two.log_of("worker-0")
+        eventually(lambda: not scheduler.is_running(), 30, "the frozen scheduler is gone")
+        eventually(lambda: two.health(0) == 200 and two.worker(0).pid != worker.pid, LOAD_S, "another worker serves")
 
 
 def order(serve: Serve, command: str, body: dict[str, Any] | None, worker: int = 0) -> tuple[int, str]:

@@ -27,6 +27,7 @@ LOAD_INTERVAL_S = 0.25
 POLL_MS = 100
 LOOPBACK = "127.0.0.1"
 MAX_TRIES = 50
+STOP_S = 2.0
 FIRST_LOAD_S = 15.0
 
 log = logging.getLogger(__name__)
@@ -213,9 +214,10 @@ class Watch:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Return when the thread has ended. Idempotent."""
+        """Return when the thread has ended, or waits for the lock of a scheduler that is stopped. Idempotent."""
         self._stop.set()
-        await self._ended.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), STOP_S)
 
     def _main(self) -> None:
         try:
