@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.errors import EngineFailed, InvalidRequest, Paused
+from baton.errors import EngineDead, EngineFailed, InvalidRequest, Paused
 from baton.protocol.commands import (
     ClearCache,
     Continue,
@@ -229,9 +229,8 @@ def test_weights_come_through_a_group(engine: Engines, tiny: Path, other: Path) 
     async def body(session: Session) -> None:
         before, _, _ = await answer_of(session, work(24))
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(sender), str(port), name, str(other), str(tiny), stdin=asyncio.subprocess.PIPE
+            sys.executable, str(sender), str(port), name, str(other), str(tiny)
         )
-        assert process.stdin is not None
         joined = JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=60)
         await session.engine.execute(joined)
         spec = TensorSpec(name=name, dtype="float32", shape=shape)
@@ -241,20 +240,31 @@ def test_weights_come_through_a_group(engine: Engines, tiny: Path, other: Path) 
         assert (await answer_of(session, work(24)))[0] == before
         with pytest.raises(InvalidRequest):
             await session.engine.execute(joined)
-        await session.engine.execute(LeaveGroup(group="trainer"))
-        process.stdin.close()
-        assert await process.wait() == 0
+        process.kill()
+        await process.wait()
+        with pytest.raises(EngineFailed, match="left the group"):
+            await update(session, FromGroup(group="trainer", tensors=(spec,)), "lost")
+        assert (await answer_of(session, work(24)))[0] == before, "the weights stay"
+        with pytest.raises(InvalidRequest, match="not in"):
+            await session.engine.execute(LeaveGroup(group="trainer"))
+        await update(session, FromDisk(path=str(tiny)), "first")
 
     engine.run(body)
 
 
-def test_a_group_that_does_not_come_together_is_said_so(bench: Bench, engine: Engines) -> None:
-    """SGLang still waits for it, so this is the last thing that its engine does."""
+def test_a_group_that_does_not_come_together_ends_the_engine(bench: Bench, engine: Engines) -> None:
+    """SGLang waits for it in its scheduler, and cannot be told to stop."""
 
     async def body(session: Session) -> None:
+        running = session.engine.submit(work(2000))
+        await running.read()
         alone = JoinGroup(group="alone", host="127.0.0.1", port=9, rank=1, size=2, timeout_s=2)
-        with pytest.raises(EngineFailed):
+        with pytest.raises(EngineDead, match="restarts"):
             await session.engine.execute(alone)
+        with pytest.raises(EngineDead, match="restarts"):
+            await read_to_the_end(running)
+        with pytest.raises(EngineDead):
+            session.engine.submit(work(1))
         await session.engine.stop()
 
     engine.run(body)

@@ -2,15 +2,17 @@
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.doubles.tiny_models import make_tiny_model
-from tests.e2e.harness import LOAD_S, Serve, eventually, fetch
+from tests.e2e.harness import LOAD_S, Process, Serve, eventually, fetch, free_ports
 from tests.e2e.pooled import Pooled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -28,6 +30,7 @@ STOP = {"BATON_START_TIMEOUT_S": "300", "BATON_CANARY_TIMEOUT_S": "60", "OMP_NUM
 LONG = "".join(f"{number} bottles of beer on the wall, " for number in range(100))
 PROMPTS = ["a", "0123456789abcdef", "0123456789abcdefg", "What is the capital of Japan?", LONG[:600], LONG[:2500]]
 COMPLETIONS = "/v1/completions"
+SEND_WEIGHTS = Path(__file__).parent / "send_weights.py"
 ONE_POOL = {"pools": [{"name": "all", "workers": {"count": 1}}]}
 POOLS = {"mode": "disaggregated", "prefill": ONE_POOL, "decode": ONE_POOL}
 
@@ -264,6 +267,25 @@ class TestTwoWorkers:
         assert "no step for" in two.log_of("worker-0")
         eventually(lambda: not scheduler.is_running(), 30, "the frozen scheduler is gone")
         eventually(lambda: two.health(0) == 200 and two.worker(0).pid != worker.pid, LOAD_S, "another worker serves")
+
+    def test_a_trainer_that_goes_silent_costs_a_restart_and_no_later_update(
+        self, two: Serve, model: str, tmp_path: Path
+    ) -> None:
+        port, worker = free_ports(1), two.worker(1)
+        name, shape = "model.norm.weight", [48]
+        trainer = Process([str(SEND_WEIGHTS), str(port), name], tmp_path / "trainer.log", program=sys.executable)
+        try:
+            group = {"group": "trainer", "host": "127.0.0.1", "port": port, "rank": 1, "size": 2, "timeout_s": 60}
+            assert order(two, "weights/group/join", group, 1)[0] == 200
+            tensors = [{"name": name, "dtype": "float32", "shape": shape}]
+            silent = {"type": "group", "group": "trainer", "timeout_s": 2, "tensors": tensors}
+            status, text = order(two, "weights/update", {"source": silent, "version": "never"}, 1)
+            assert (status, "restarts" in text) == (503, True), text
+        finally:
+            trainer.kill()
+        eventually(lambda: two.health(1) == 200 and two.worker(1).pid != worker.pid, LOAD_S, "another worker serves")
+        status, text = order(two, "weights/update", {"source": {"type": "disk", "path": model}, "version": "next"}, 1)
+        assert status == 200, text
 
 
 def order(serve: Serve, command: str, body: dict[str, Any] | None, worker: int = 0) -> tuple[int, str]:
