@@ -270,6 +270,12 @@ def test_a_group_that_does_not_come_together_ends_the_engine(bench: Bench, engin
     engine.run(body)
 
 
+LORA = (
+    *("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj"),
+    *("--lora-backend", "torch_native"),
+)
+
+
 def write_lora(directory: Path) -> Path:
     """Write a random adapter for the tiny model."""
     import torch
@@ -289,12 +295,13 @@ def write_lora(directory: Path) -> Path:
 
 
 def test_adapters_come_serve_and_go(bench: Bench, tiny: Path, tmp_path: Path) -> None:
-    lora = write_lora(tmp_path / "lora")
-    args = ("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj")
-    engine = Engines(bench, lambda: TestedEngine(tiny, "null", *args, "--lora-backend", "torch_native"))
+    lora, given = write_lora(tmp_path / "lora"), write_lora(tmp_path / "given")
+    engine = Engines(bench, lambda: TestedEngine(tiny, "null", *LORA, "--lora-paths", f"given={given}"))
 
     async def body(session: Session) -> None:
         control = session.engine.execute
+        assert session.info.adapters == ("given",)
+        assert (await control(UnloadLora(name="given"))).adapters == ()
         plain, _, _ = await answer_of(session, work(12))
         assert (await control(LoadLora(name="fine", path=str(lora)))).adapters == ("fine",)
         tuned, end, _ = await answer_of(session, work(12, lora_name="fine"))

@@ -14,6 +14,7 @@ import pytest
 from tests.doubles.tiny_models import make_tiny_model
 from tests.e2e.harness import LOAD_S, Process, Serve, eventually, fetch, free_ports
 from tests.e2e.pooled import Pooled
+from tests.real_sglang.test_commands import LORA, write_lora
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -223,7 +224,7 @@ class TestPools:
 @pytest.fixture(scope="module")
 def two(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
     """Two workers, and a router that knows what each of them has in its cache."""
-    flags = ("--model", model, "--router", "kv", *CPU)
+    flags = ("--model", model, "--router", "kv", *CPU, *LORA)
     settings = {**STOP, "BATON_STALL_TIMEOUT_S": "10"}
     serve = start_shared(Serve, *flags, engine="sglang", workers=2, settings=settings)
     yield serve
@@ -251,6 +252,31 @@ class TestTwoWorkers:
             assert all(cached(prompt + ending) >= 384 for ending in ("x", "y", "z"))
             taken = sorted(now - then for then, now in zip(before, served(), strict=True))
             assert taken == [0, 3], "one worker took all three"
+
+    def test_an_adapter_is_a_model_while_it_is_loaded(self, two: Serve, tmp_path: Path) -> None:
+        def answer(model: str) -> str:
+            made = two.client(strict=False).completions.create(
+                model=model, prompt="abc", temperature=0.0, max_tokens=12
+            )
+            return str(made.choices[0].text)
+
+        def models() -> set[str]:
+            return {model.id for model in two.client().models.list()}
+
+        adapter = {"name": "fine", "path": str(write_lora(tmp_path / "fine"))}
+        plain = answer(MODEL)
+        assert execute(two, "lora/load", adapter)["adapters"] == ["fine"]
+        eventually(lambda: models() == {MODEL, "fine"}, what="the adapter is listed")
+        tuned = {answer("fine") for _ in range(4)}
+        assert len(tuned) == 1, "only the worker that has the adapter is asked"
+        assert tuned != {plain}
+        assert {answer(MODEL) for _ in range(4)} == {plain}
+        status, text = order(two, "lora/load", {**adapter, "name": MODEL})
+        assert (status, "name of the model" in text) == (400, True), text
+        execute(two, "lora/unload", {"name": "fine"})
+        eventually(lambda: models() == {MODEL}, what="the adapter is no longer listed")
+        assert two.post(COMPLETIONS, {**asking(20), "model": "fine"})[0] == 404
+        assert execute(two, "lora/list")["adapters"] == []
 
     def test_a_frozen_scheduler_is_replaced_and_its_requests_move(self, two: Serve) -> None:
         """Only SGLang's scheduler is frozen: the worker itself still answers and sends heartbeats."""

@@ -69,7 +69,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     cannot tell. Vectors have `embedding_size` numbers, and can be shortened to any number in `embedding_dimensions`.
     `handoff_host` and `handoff_port` are the bootstrap address of an engine that moves KV by itself; `kv` is the KV
     cache of one that does not. An engine that is spread over machines has one leader; its followers take no work and
-    only publish readings. `group` identifies the nodes of one engine.
+    only publish readings. `group` identifies the nodes of one engine. `adapters` are LoRA adapters that are loaded.
     """
 
     model_name: str
@@ -88,6 +88,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv: KvMemory | None = None
     leader: bool = True
     group: str | None = None
+    adapters: tuple[str, ...] = ()
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 from baton.config.engines import SglangOptions
 from baton.engines.sglang.launch_mode import LaunchMode
 from baton.engines.sglang.server_args import Arguments
-from baton.engines.sglang.sglang_types import Engine, ModelConfig, Snapshot
+from baton.engines.sglang.sglang_types import Engine, Manager, ModelConfig, Snapshot
 from baton.engines.sglang.tcp_ports import bootstrap_host
 from baton.models.sentence import shorter_sizes
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
@@ -37,6 +37,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     hidden_size: int
     embedding_dimensions: tuple[int, ...]
+    adapters: tuple[str, ...]
     values: Mapping[str, Any]
 
 
@@ -97,6 +98,7 @@ def facts_of(engine: Engine, snapshots: list[Snapshot]) -> Facts:
         context=max_prompt_tokens + RESERVED_TOKENS,
         max_prompt_tokens=max_prompt_tokens,
         values=values,
+        adapters=_adapters(manager) if values.get("enable_lora") else (),
         **_model_facts(manager.model_config if manager is not None else None),
     )
 
@@ -122,7 +124,12 @@ def engine_info(
         handoff_port=int(facts.values["disaggregation_bootstrap_port"]) if has_bootstrap else None,
         leader=arguments.leader,
         group=arguments.values["dist_init_addr"] if int(arguments.values["nnodes"]) > 1 else None,
+        adapters=facts.adapters,
     )
+
+
+def _adapters(manager: Manager | None) -> tuple[str, ...]:
+    return tuple(sorted(manager.lora_registry.get_all_adapters())) if manager is not None else ()
 
 
 def _model_facts(config: ModelConfig | None) -> dict[str, Any]:

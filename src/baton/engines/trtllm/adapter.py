@@ -146,6 +146,7 @@ class TrtllmEngine:
             max_running=number(self._tree, "max_batch_size", DEFAULT_BATCH) * dp_size(self._tree),
             vocab_size=config.vocab_size,
             eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *defaults.eos_token_ids))),
+            adapters=self._loras.names,
         )
 
     def submit(self, work: Work) -> OutputStream:

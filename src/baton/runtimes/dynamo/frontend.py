@@ -45,6 +45,8 @@ class DynamoFrontend:
             # A stream that fails before its first token gets a real HTTP status instead of a 200.
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "200",
             "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(max(1, round(drain_timeout_s))),
+            # Requests that name a LoRA adapter go only to workers that have it.
+            "DYN_LORA_ENABLED": "true",
             # The last resort for a worker that hangs.
             "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": str(max(1, round(backend_timeout_s))),
         }

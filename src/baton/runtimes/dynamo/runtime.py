@@ -143,6 +143,8 @@ class DynamoEndpoint:
     def __init__(self, raw: _core.Endpoint, server: _RequestServer) -> None:
         self._raw = raw
         self._registered = True
+        self._card: ModelCard | None = None
+        self._adapters: set[str] = set()
         self._kv_publisher: KvEventPublisher | None = None
         self._load_publisher = LoadPublisher()
         self._discovered: _core.Client | None = None
@@ -169,28 +171,51 @@ class DynamoEndpoint:
 
     async def register_model(self, card: ModelCard) -> None:
         """See `Endpoint.register_model`."""
+        try:
+            await self._register(card)
+        except Exception as error:
+            raise ConfigError(f"cannot register the model in {card.directory}: {error}") from error
+        self._card = card
+        await self._load_publisher.open(self._raw)
+        if card.kv_events:
+            self._kv_publisher = KvEventPublisher(self._raw, card.block_size, card.dp_size)
+
+    async def register_adapter(self, name: str) -> None:
+        """See `Endpoint.register_adapter`."""
+        if self._card is None:
+            raise Cancelled("the model is not registered")
+        if name == self._card.name:
+            raise InvalidRequest(f"name: {name!r} is the name of the model")
+        if name not in self._adapters:
+            await self._register(self._card, name)
+            self._adapters.add(name)
+
+    async def deregister_adapter(self, name: str) -> None:
+        """See `Endpoint.deregister_adapter`."""
+        if name in self._adapters:
+            await _core.unregister_model(self._raw, name)
+            self._adapters.discard(name)
+
+    async def _register(self, card: ModelCard, adapter: str | None = None) -> None:
+        """Register the model of `card`, or an adapter of it."""
         surfaces = [_SURFACES[surface] for surface in sorted(card.surfaces)]
         model_type = surfaces[0] if surfaces else _core.ModelType.Empty
         for surface in surfaces[1:]:
             model_type = model_type | surface
-        try:
-            await _core.register_model(
-                _INPUTS[card.model_input],
-                model_type,
-                self._raw,
-                card.directory,
-                card.name,
-                worker_type=_WORKER_TYPES[card.worker_type],
-                kv_cache_block_size=card.block_size,
-                runtime_config=_runtime_config(card),
-                needs=[[_WORKER_TYPES[name] for name in group] for group in card.needs] or None,
-                skip_model_assets=card.model_input == "text",
-            )
-        except Exception as error:
-            raise ConfigError(f"cannot register the model in {card.directory}: {error}") from error
-        await self._load_publisher.open(self._raw)
-        if card.kv_events:
-            self._kv_publisher = KvEventPublisher(self._raw, card.block_size, card.dp_size)
+        await _core.register_model(
+            _INPUTS[card.model_input],
+            model_type,
+            self._raw,
+            card.directory,
+            card.name if adapter is None else None,
+            worker_type=_WORKER_TYPES[card.worker_type],
+            kv_cache_block_size=card.block_size,
+            runtime_config=_runtime_config(card),
+            needs=[[_WORKER_TYPES[name] for name in group] for group in card.needs] or None,
+            skip_model_assets=card.model_input == "text",
+            lora_name=adapter,
+            base_model_path=None if adapter is None else card.directory,
+        )
 
     def publish(self, reading: Reading) -> None:
         """See `Endpoint.publish`."""
