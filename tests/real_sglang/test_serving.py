@@ -50,7 +50,7 @@ def whole(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
     serve.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")  # so that few SGLangs run at the same time
 def split(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
     """A prefill and a decode worker whose engines move KV by themselves."""
     serve = start_shared(Serve, "--model", model, *SPLIT, engine="sglang", prefill=1, decode=1, settings=STOP)
@@ -191,7 +191,7 @@ class TestPrefillAndDecode:
         eventually(lambda: split.post(COMPLETIONS, asking(20))[0] == 200, 120, "it serves again")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def pools(start_shared: Callable[..., Pooled], model: str) -> Iterator[Pooled]:
     """A router, a prefill pool and a decode pool: the frontend knows no worker, so prefill chooses the room."""
     limits = ("--start-timeout-s", "300", "--canary-timeout-s", "60")
@@ -222,7 +222,7 @@ class TestPools:
         assert pools.post(COMPLETIONS, asking(20))[0] == 200
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def two(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
     """Two workers, and a router that knows what each of them has in its cache."""
     flags = ("--model", model, "--router", "kv", *CPU, *LORA)
