@@ -1,5 +1,6 @@
 """Rank 0 of a group: broadcasts one tensor of each model that it is given. Usage: PORT NAME MODEL..."""
 
+import signal
 import sys
 from datetime import timedelta
 
@@ -21,7 +22,7 @@ def main() -> None:
     )
     for model in models:
         dist.broadcast(load_file(f"{model}/model.safetensors")[name], src=0, group=group)
-    sys.stdin.read()
+    signal.pause()
 
 
 if __name__ == "__main__":

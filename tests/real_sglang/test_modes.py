@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from baton.errors import Cancelled, Unsupported
+from baton.errors import Cancelled, EngineDead, Unsupported
 from baton.ports.engine import EmbedWork
 from baton.protocol.commands import Pause
 from baton.protocol.events import KvStored, LoadSnapshot
@@ -16,6 +18,7 @@ from baton.protocol.ids import new_request_id
 from baton.protocol.outputs import FinishReason
 from baton.protocol.requests import Sampling, StopConditions
 from baton.testing.bounded import eventually
+from baton.testing.engine_session import Session, read_to_the_end
 from tests.real_sglang.engines import Bench, TestedEmbedder, TestedEngine
 from tests.real_sglang.test_generating import answer_of, work
 
@@ -100,6 +103,7 @@ def test_a_diffusion_model_generates_and_is_aborted(bench: Bench, diffusion_mode
     bench.run(body(), 150)
 
 
+@pytest.mark.timeout(300)
 def test_data_parallel_ranks_have_caches_of_their_own(
     bench: Bench, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,5 +127,26 @@ def test_data_parallel_ranks_have_caches_of_their_own(
         stored = [reading for reading in session.readings if isinstance(reading, KvStored)]
         names = [{name for event in stored if event.dp_rank == rank for name in event.block_hashes} for rank in (0, 1)]
         assert names[0] <= names[1], "one name for one content, in every process"
+        await a_frozen_rank_ends_the_engine_although_the_other_serves(session)
 
-    bench.run(body(), 150)
+    bench.run(body(), 200)
+
+
+async def a_frozen_rank_ends_the_engine_although_the_other_serves(session: Session) -> None:
+    schedulers = [
+        child for child in psutil.Process().children(recursive=True) if "scheduler" in " ".join(child.cmdline())
+    ]
+    frozen = session.engine.submit(work(3000, dp_rank=1))
+    await frozen.read()
+    [victim] = [child for child in schedulers if "DP1" in " ".join(child.cmdline())]
+    victim.send_signal(signal.SIGSTOP)
+
+    async def keep_the_other_busy() -> None:
+        while True:
+            await answer_of(session, work(4, dp_rank=0))
+
+    with pytest.raises(EngineDead, match="has been stopped"):
+        await keep_the_other_busy()
+    with pytest.raises(EngineDead, match="has been stopped"):
+        await read_to_the_end(frozen)
+    await session.engine.stop()

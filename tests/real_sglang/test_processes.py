@@ -4,12 +4,15 @@ import asyncio
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from baton.engines.sglang.readings import EventSockets, Watch
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session, read_to_the_end
@@ -94,6 +97,36 @@ def test_the_death_of_a_process_is_told_to_everyone(bench: Bench, tiny: Path, wh
         assert not children()
 
     bench.run(body(), 120)
+
+
+class HeldReader:
+    """A reader of loads whose lock is held by a scheduler that is stopped."""
+
+    def __init__(self) -> None:
+        self.reading = threading.Event()
+        self.released = threading.Event()
+
+    def read_all(self) -> list[Any]:
+        self.reading.set()
+        self.released.wait()
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_stop_does_not_wait_for_a_stopped_scheduler(bench: Bench) -> None:
+    reader = HeldReader()
+
+    async def body() -> None:
+        watch = Watch(reader, EventSockets((), None), (), 16, lambda _: None, lambda _: None)
+        await asyncio.to_thread(reader.reading.wait)
+        await watch.stop()
+
+    try:
+        bench.run(body())
+    finally:
+        reader.released.set()
 
 
 def test_an_engine_that_cannot_load_fails_to_start_and_leaves_nothing(bench: Bench, tiny: Path, tmp_path: Path) -> None:

@@ -1,15 +1,21 @@
 """Baton on the real SGLang, as a client sees it: one worker, a prefill and a decode worker, and the KV router."""
 
 import json
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.doubles.tiny_models import make_tiny_model
-from tests.e2e.harness import Serve, eventually, fetch
+from tests.e2e.harness import LOAD_S, Process, Serve, eventually, fetch, free_ports
+from tests.e2e.pooled import Pooled
+from tests.real_sglang.test_commands import LORA, write_lora
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -26,6 +32,9 @@ STOP = {"BATON_START_TIMEOUT_S": "300", "BATON_CANARY_TIMEOUT_S": "60", "OMP_NUM
 LONG = "".join(f"{number} bottles of beer on the wall, " for number in range(100))
 PROMPTS = ["a", "0123456789abcdef", "0123456789abcdefg", "What is the capital of Japan?", LONG[:600], LONG[:2500]]
 COMPLETIONS = "/v1/completions"
+SEND_WEIGHTS = Path(__file__).parent / "send_weights.py"
+ONE_POOL = {"pools": [{"name": "all", "workers": {"count": 1}}]}
+POOLS = {"mode": "disaggregated", "prefill": ONE_POOL, "decode": ONE_POOL}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def whole(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
     serve.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")  # so that few SGLangs run at the same time
 def split(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
     """A prefill and a decode worker whose engines move KV by themselves."""
     serve = start_shared(Serve, "--model", model, *SPLIT, engine="sglang", prefill=1, decode=1, settings=STOP)
@@ -60,8 +69,8 @@ def asking(length: int, tokens: int = 4) -> dict[str, object]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
 
 
-def quiet(serve: Serve) -> bool:
-    return all(serve.metric("baton_in_flight", n) == 0 == serve.metric("baton_engine_running", n) for n in (0, 1))
+def quiet(serve: Serve, workers: tuple[int, ...] = (0, 1)) -> bool:
+    return all(serve.metric("baton_in_flight", n) == 0 == serve.metric("baton_engine_running", n) for n in workers)
 
 
 def assert_tenants_share_no_cached_prompt(serve: Serve) -> None:
@@ -201,18 +210,56 @@ class TestPrefillAndDecode:
         eventually(lambda: split.post(COMPLETIONS, asking(20))[0] == 200, 120, "it serves again")
 
 
-class TestRouting:
+@pytest.fixture(scope="class")
+def pools(start_shared: Callable[..., Pooled], model: str) -> Iterator[Pooled]:
+    """A router, a prefill pool and a decode pool: the frontend knows no worker, so prefill chooses the room."""
+    limits = ("--start-timeout-s", "300", "--canary-timeout-s", "60")
+    arguments = ("--engine", "sglang", "--model", model, *limits, *SPLIT)
+    pooled = start_shared(Pooled, POOLS, workers=2, arguments=arguments)
+    yield pooled
+    pooled.stop()
+
+
+class TestPools:
+    """A prefill pool and a decode pool behind the global router."""
+
+    @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+    def test_the_answer_is_the_same(self, whole: Serve, pools: Pooled, prompt: str) -> None:
+        expected = complete(whole, prompt).choices[0].text
+        done = pools.metric("baton_rooms_total", 1, end="done")
+        assert complete(pools, prompt).choices[0].text == expected
+        eventually(lambda: pools.metric("baton_rooms_total", 1, end="done") == done + 1, what="the room is done")
+
+    def test_a_client_that_leaves_during_prefill_frees_both(self, pools: Pooled) -> None:
+        cancelled = pools.ended("cancelled", 2, "decode")
+        connections = [pools.open(COMPLETIONS, asking(4000, 16)) for _ in range(2)]
+        eventually(lambda: pools.metric("baton_in_flight", 2) == 2, what="decode has both")
+        for connection in connections:
+            connection.close()
+        eventually(lambda: pools.ended("cancelled", 2, "decode") == cancelled + 2, what="decode has cancelled both")
+        eventually(lambda: quiet(pools, (1, 2)), 60, "both engines are free")
+        assert pools.post(COMPLETIONS, asking(20))[0] == 200
+
+
+@pytest.fixture(scope="class")
+def two(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
     """Two workers, and a router that knows what each of them has in its cache."""
+    flags = ("--model", model, "--router", "kv", *CPU, *LORA)
+    settings = {**STOP, "BATON_STALL_TIMEOUT_S": "10"}
+    serve = start_shared(Serve, *flags, engine="sglang", workers=2, settings=settings)
+    yield serve
+    serve.stop()
 
-    def test_a_prompt_goes_where_its_beginning_is(self, start_shared: Callable[..., Serve], model: str) -> None:
-        flags = ("--model", model, "--router", "kv", *CPU)
-        serve = start_shared(Serve, *flags, engine="sglang", workers=2, settings=STOP)
 
+class TestTwoWorkers:
+    """One worker takes over from the other."""
+
+    def test_a_prompt_goes_where_its_beginning_is(self, two: Serve) -> None:
         def cached(prompt: str) -> int:
-            return int(complete(serve, prompt, max_tokens=2).usage.prompt_tokens_details.cached_tokens)
+            return int(complete(two, prompt, max_tokens=2).usage.prompt_tokens_details.cached_tokens)
 
         def served() -> list[float]:
-            return [serve.ended("completed", worker) for worker in (0, 1)]
+            return [two.ended("completed", worker) for worker in (0, 1)]
 
         prompts: list[str] = []
         while len(prompts) < 3 or not all(served()):
@@ -225,7 +272,66 @@ class TestRouting:
             assert all(cached(prompt + ending) >= 384 for ending in ("x", "y", "z"))
             taken = sorted(now - then for then, now in zip(before, served(), strict=True))
             assert taken == [0, 3], "one worker took all three"
-        serve.stop()
+
+    def test_an_adapter_is_a_model_while_it_is_loaded(self, two: Serve, tmp_path: Path) -> None:
+        def answer(model: str) -> str:
+            made = two.client(strict=False).completions.create(
+                model=model, prompt="abc", temperature=0.0, max_tokens=12
+            )
+            return str(made.choices[0].text)
+
+        def models() -> set[str]:
+            return {model.id for model in two.client().models.list()}
+
+        adapter = {"name": "fine", "path": str(write_lora(tmp_path / "fine"))}
+        plain = answer(MODEL)
+        assert execute(two, "lora/load", adapter)["adapters"] == ["fine"]
+        eventually(lambda: models() == {MODEL, "fine"}, what="the adapter is listed")
+        tuned = {answer("fine") for _ in range(4)}
+        assert len(tuned) == 1, "only the worker that has the adapter is asked"
+        assert tuned != {plain}
+        assert {answer(MODEL) for _ in range(4)} == {plain}
+        status, text = order(two, "lora/load", {**adapter, "name": MODEL})
+        assert (status, "name of the model" in text) == (400, True), text
+        execute(two, "lora/unload", {"name": "fine"})
+        eventually(lambda: models() == {MODEL}, what="the adapter is no longer listed")
+        assert two.post(COMPLETIONS, {**asking(20), "model": "fine"})[0] == 404
+        assert execute(two, "lora/list")["adapters"] == []
+
+    def test_a_frozen_scheduler_is_replaced_and_its_requests_move(self, two: Serve) -> None:
+        """Only SGLang's scheduler is frozen: the worker itself still answers and sends heartbeats."""
+        worker = two.worker(0)
+        [scheduler] = [child for child in worker.children(recursive=True) if "scheduler" in " ".join(child.cmdline())]
+        bodies = [{**asking(30 + number, 600), "ignore_eos": True} for number in range(6)]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = pool.map(lambda body: two.post(COMPLETIONS, body), bodies)
+            eventually(lambda: two.metric("baton_engine_running") >= 1, what="the first worker has some")
+            scheduler.send_signal(signal.SIGSTOP)
+            for status, text in answers:
+                assert status == 200, text
+                assert json.loads(text)["usage"]["completion_tokens"] == 600
+        assert re.search("no step for|has been stopped for", two.log_of("worker-0"))
+        eventually(lambda: not scheduler.is_running(), 30, "the frozen scheduler is gone")
+        eventually(lambda: two.health(0) == 200 and two.worker(0).pid != worker.pid, LOAD_S, "another worker serves")
+
+    def test_a_trainer_that_goes_silent_costs_a_restart_and_no_later_update(
+        self, two: Serve, model: str, tmp_path: Path
+    ) -> None:
+        port, worker = free_ports(1), two.worker(1)
+        name, shape = "model.norm.weight", [48]
+        trainer = Process([str(SEND_WEIGHTS), str(port), name], tmp_path / "trainer.log", program=sys.executable)
+        try:
+            group = {"group": "trainer", "host": "127.0.0.1", "port": port, "rank": 1, "size": 2, "timeout_s": 60}
+            assert order(two, "weights/group/join", group, 1)[0] == 200
+            tensors = [{"name": name, "dtype": "float32", "shape": shape}]
+            silent = {"type": "group", "group": "trainer", "timeout_s": 2, "tensors": tensors}
+            status, text = order(two, "weights/update", {"source": silent, "version": "never"}, 1)
+            assert (status, "restarts" in text) == (503, True), text
+        finally:
+            trainer.kill()
+        eventually(lambda: two.health(1) == 200 and two.worker(1).pid != worker.pid, LOAD_S, "another worker serves")
+        status, text = order(two, "weights/update", {"source": {"type": "disk", "path": model}, "version": "next"}, 1)
+        assert status == 200, text
 
 
 def order(serve: Serve, command: str, body: dict[str, Any] | None, worker: int = 0) -> tuple[int, str]:

@@ -22,7 +22,17 @@ from baton.control.state import (
 from baton.errors import BatonError, Conflict, Draining, EngineDead, EngineFailed, EngineStalled, Unsupported
 from baton.ports.control import Status
 from baton.ports.engine import Engine
-from baton.protocol.commands import Command, Continue, FromGroup, JoinGroup, Outcome, Pause, UpdateWeights
+from baton.protocol.commands import (
+    Command,
+    Continue,
+    FromGroup,
+    JoinGroup,
+    LoadLora,
+    Outcome,
+    Pause,
+    UnloadLora,
+    UpdateWeights,
+)
 from baton.request.gate import Gate
 
 log = logging.getLogger(__name__)
@@ -136,11 +146,39 @@ class Controller:
     async def _call_as_planned(self, plan: Plan) -> Outcome:
         if not plan.calls_engine:
             return Outcome(message="")
+        match plan.command:
+            case LoadLora():
+                return await self._load_adapter(plan.command)
+            case UnloadLora():
+                return await self._unload_adapter(plan.command)
         try:
             return await self._call_engine(plan.command)
         except Unsupported:
             if plan.optional:
                 return Outcome(message="")
+            raise
+
+    async def _load_adapter(self, command: LoadLora) -> Outcome:
+        """Load, then register. Raises EngineDead if an adapter that is not registered cannot be unloaded again."""
+        outcome = await self._call_engine(command)
+        try:
+            await self._registration.register_adapter(command.name)
+        except BatonError as reason:
+            try:
+                await self._call_engine(UnloadLora(name=command.name))
+            except BatonError as error:
+                raise EngineDead(f"{reason.message}; and then it could not be unloaded: {error.message}") from error
+            raise
+        return outcome
+
+    async def _unload_adapter(self, command: UnloadLora) -> Outcome:
+        """Deregister, then unload. An adapter that the engine keeps is registered again."""
+        registered = await self._registration.deregister_adapter(command.name)
+        try:
+            return await self._call_engine(command)
+        except BatonError as error:
+            if registered and error.scope == "request":
+                await self._registration.register_adapter(command.name)
             raise
 
     async def _roll_back(self, reason: BatonError) -> None:

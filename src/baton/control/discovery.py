@@ -5,7 +5,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from baton.errors import EngineDead, PeerLost
+from baton.errors import BatonError, EngineDead, PeerLost
 from baton.ports.runtime import Endpoint
 
 log = logging.getLogger(__name__)
@@ -18,6 +18,7 @@ class DiscoveryRegistration:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._registered = True
+        self._adapters: set[str] = set()
 
     @property
     def registered(self) -> bool:
@@ -41,6 +42,27 @@ class DiscoveryRegistration:
         except Exception as error:
             raise EngineDead(f"this worker could not register in discovery again: {error!r}") from error
         self._registered = True
+
+    async def register_adapter(self, name: str) -> None:
+        """Register a LoRA adapter. Raises InvalidRequest, or PeerLost if discovery does not answer; it is not there."""
+        try:
+            await self._bounded(self._endpoint.register_adapter(name))
+            self._adapters.add(name)
+        except BatonError:
+            raise
+        except Exception as error:
+            raise PeerLost(f"the adapter could not be registered, so nothing was done: {error!r}") from error
+
+    async def deregister_adapter(self, name: str) -> bool:
+        """Deregister a LoRA adapter; return whether it was there. Raises PeerLost if discovery does not answer."""
+        try:
+            if name in self._adapters:
+                await self._bounded(self._endpoint.deregister_adapter(name))
+                self._adapters.discard(name)
+                return True
+        except Exception as error:
+            raise PeerLost(f"the adapter could not be deregistered, so nothing was done: {error!r}") from error
+        return False
 
     async def leave(self) -> None:
         """Leave discovery for good. Raises what the endpoint raises."""

@@ -45,11 +45,16 @@ class EmbedHandler:
             yield Embeddings(model=request.model, vectors=encoded, prompt_tokens=tracked.prompt_tokens)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
-        size = self._info.embedding_size
-        if dimensions is not None and size is not None and not 1 <= dimensions <= size:
+        size, shorter = self._info.embedding_size, self._info.embedding_dimensions
+        if dimensions is None or dimensions == size or dimensions in shorter:
+            return
+        if not shorter:
             raise InvalidRequest(
-                f"dimensions: {dimensions} is not within 1 and {size}, the size of this model's vectors"
+                f"dimensions: this model's vectors have {size} numbers, and its configuration does not say that it was"
+                " trained for fewer; leave the field out"
             )
+        allowed = "1 to" if shorter[0] == 1 and len(shorter) == shorter[-1] else f"{', '.join(map(str, shorter))} or"
+        raise InvalidRequest(f"dimensions: {dimensions} is not possible; this model's vectors have {allowed} {size}")
 
     async def _tokens(self, source: Texts | TokenLists, tracked: TrackedRequest) -> tuple[tuple[int, ...], ...]:
         """Return the inputs as tokens. A few texts at a time, so that a request can be cancelled between them."""

@@ -1,7 +1,7 @@
 """KV handoff: what a role does, while its work runs, about KV that it produces for or consumes from another worker.
 
-    ProduceEarly     prefill: the frontend chose the room; blocks are offered while they are computed
-    ProduceLate      prefill: the room is chosen here; it opens when all KV is computed
+    ProduceEarly     prefill: the room is open before anything is computed; blocks are offered as they are computed
+    ProduceLate      prefill: the room opens when all KV is computed
     ConsumeByImport  decode: KV is written into the engine's KV cache, block by block
     ConsumeByEngine  decode: the engine fetches the KV itself; the claim confirms it to the producer
 
@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from baton.errors import BatonError, Cancelled, PeerLost
-from baton.handlers.tickets import params_of
+from baton.handlers.tickets import bootstrap_params, params_of
 from baton.ports.transfer import Claim, Lease, Producer
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import Chunk, Finished, HandoffReady, KvComputed, KvWanted, Output, PromptCached, TokenDelta
@@ -42,13 +42,14 @@ class KvNotTaken(PeerLost):
 
 
 class ProduceEarly:
-    """A KvHandoff whose room is known to both workers before anything is computed."""
+    """A KvHandoff whose room is known before anything is computed: to both workers, if the ticket `is_given`."""
 
-    def __init__(self, producer: Producer, ticket: Ticket, tracked: TrackedRequest) -> None:
+    def __init__(self, producer: Producer, ticket: Ticket, tracked: TrackedRequest, is_given: bool) -> None:
         self.lease: Lease | None = None
         self._producer = producer
         self._ticket = ticket
         self._tracked = tracked
+        self._is_given = is_given
 
     def begin(self) -> list[Chunk]:
         """See `KvHandoff.begin`: open the room. Raises KvNotWanted if the decode worker has declined it."""
@@ -57,8 +58,8 @@ class ProduceEarly:
         except Cancelled as error:
             raise KvNotWanted(error.message) from None
         self.lease.on_lost(self._lost)
-        # Both workers have the ticket already; the frontend treats a prefill without parameters as failed.
-        return [Chunk([], disaggregated_params={})]
+        # The frontend treats a prefill without parameters as failed, also if the decode worker has the ticket already.
+        return [Chunk([], disaggregated_params={} if self._is_given else bootstrap_params(self._ticket))]
 
     def filter(self, outputs: list[Output]) -> list[Output]:
         """See `KvHandoff.filter`: offer the blocks that are computed."""

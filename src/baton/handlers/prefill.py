@@ -1,10 +1,12 @@
 """The prefill role: compute the KV of a prompt and hold it until a decode worker has taken it.
 
 Early handoff: the frontend chose a room and sends the request to both workers at once; the request lasts as long as the
-lease. Late handoff: the request names no room; a chunk carries a ticket once all KV is computed, the request ends, and
-the lease outlives it.
+lease. Behind a global router the frontend cannot choose; the room of an engine that needs one is then chosen here, and
+the first chunk carries it to the frontend, which sends the decode request at once. Late handoff: the request names no
+room; a chunk carries a ticket once all KV is computed, the request ends, and the lease outlives it.
 """
 
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -45,14 +47,15 @@ class PrefillHandler:
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the room first and one token last. Raises the errors of `errors.py`; closing it aborts the prefill."""
-        ticket = ticket_from(request.bootstrap) if request.bootstrap is not None else None
+        given = ticket_from(request.bootstrap) if request.bootstrap is not None else None
+        ticket = given or self._choose_room(request)
         prompt_tokens = len(request.token_ids)
         try:
             with self._tracker.track(context, prompt_tokens) as tracked:
                 work = self._admit(request, tracked, context, ticket)
                 async with (
                     await self._media_input.load(request, tracked, self._engine.capabilities) as media,
-                    aclosing(self._produce(media.attach(work), tracked, ticket, media)) as chunks,
+                    aclosing(self._produce(media.attach(work), tracked, ticket, media, ticket is given)) as chunks,
                 ):
                     async for chunk in chunks:
                         yield chunk
@@ -62,9 +65,17 @@ class PrefillHandler:
             usage = Usage(prompt_tokens, 0)
             yield Chunk([], disaggregated_params={}, finish_reason=FinishReason.LENGTH, usage=usage)
         except BaseException as error:
-            if ticket is not None:
-                self._producer.refuse(ticket, handoff_error(error))
+            if given is not None:
+                self._producer.refuse(given, handoff_error(error))
             raise
+
+    def _choose_room(self, request: GenerateRequest) -> Ticket | None:
+        """Return a new room if this engine must know its own before it computes."""
+        if self._info.handoff_host is None:
+            return None
+        dp_size = self._engine.capabilities.dp_size
+        asked = request.routing.dp_rank if request.routing is not None else None
+        return new_ticket(self._producer.address, secrets.randbelow(dp_size) if asked is None else asked, dp_size)
 
     def _admit(
         self, request: GenerateRequest, tracked: TrackedRequest, context: Context, ticket: Ticket | None
@@ -83,18 +94,17 @@ class PrefillHandler:
         return Bootstrap(host=self._info.handoff_host, port=self._info.handoff_port, room=ticket.room)
 
     def _produce(
-        self, work: Work, tracked: TrackedRequest, ticket: Ticket | None, media: LoadedMedia
+        self, work: Work, tracked: TrackedRequest, ticket: Ticket | None, media: LoadedMedia, is_given: bool
     ) -> AsyncGenerator[Chunk, None]:
         """Media of an encode worker stay claimed as long as the KV is held: the decode may need some of them too."""
         if ticket is None:
             return self._produce_late(work, tracked, media)
-        return self._produce_early(work, tracked, ticket, media)
+        return self._produce_early(work, tracked, ProduceEarly(self._producer, ticket, tracked, is_given), media)
 
     async def _produce_early(
-        self, work: Work, tracked: TrackedRequest, ticket: Ticket, media: LoadedMedia
+        self, work: Work, tracked: TrackedRequest, handoff: ProduceEarly, media: LoadedMedia
     ) -> AsyncGenerator[Chunk, None]:
         """The request lasts until the KV has been taken. What ends the request or the lease ends the other too."""
-        handoff = ProduceEarly(self._producer, ticket, tracked)
         try:
             async with aclosing(relay(self._engine, work, tracked, self._tracker.limits, handoff)) as chunks:
                 async for chunk in chunks:

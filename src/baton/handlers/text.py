@@ -14,7 +14,7 @@ from baton.ports.engine import EngineInfo, GenerateEngine
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import Tokenizer
 from baton.protocol.outputs import Chunk, FinishReason, Usage
-from baton.protocol.requests import GenerateRequest
+from baton.protocol.requests import GenerateRequest, Routing
 from baton.protocol.text import TextChunk, TextRequest
 from baton.request.tracker import RequestTracker, TrackedRequest
 
@@ -39,6 +39,7 @@ class TextHandler:
                 stop=request.stop_conditions(),
                 sampling=request.sampling(),
                 extra_args=request.extra_args,
+                routing=Routing(lora_name=self._adapter_of(request)),
             )
             work = admit(inner, tracked.request_id, self._info, self._engine.capabilities, context.trace_headers)
             answer = _Answer(request, context, self._tokenizer, inner.choices)
@@ -48,6 +49,10 @@ class TextHandler:
                         yield text
                     if answer.complete:
                         break
+
+    def _adapter_of(self, request: TextRequest) -> str | None:
+        """Return the LoRA adapter that the request names as its model, if it does."""
+        return request.model if self._engine.capabilities.lora and request.model != self._info.model_name else None
 
     def _tokenize(self, request: TextRequest) -> list[int]:
         for field in request.token_format_only():

@@ -66,12 +66,19 @@ def _ticket(wire: _WireTicket, place: str) -> Ticket:
     try:
         secret = bytes.fromhex(wire.secret)
     except ValueError as error:
-        raise InvalidRequest(f"{place}.ticket.secret: {error}") from None
+        raise InvalidRequest(f"{place}: the secret of the ticket cannot be read: {error}") from None
     return Ticket(host=wire.host, port=wire.port, room=wire.room, secret=secret)
 
 
 def ticket_from(bootstrap: Bootstrap) -> Ticket:
-    """Return the ticket that the frontend sent to both workers. Raises InvalidRequest for one without a secret."""
+    """Return the ticket that the frontend sent to both workers, or that it got from the prefill worker.
+
+    Raises InvalidRequest for one without a secret.
+    """
+    chosen, at, host = bootstrap.host.rpartition("@")
+    if at:
+        wire = _WireTicket(host=host, port=bootstrap.port, room=bootstrap.room, secret=chosen)
+        return _ticket(wire, "bootstrap_info.bootstrap_host")
     match bootstrap.handoff_id:
         case str(text):
             secret = text.encode()
@@ -92,6 +99,15 @@ def new_ticket(address: tuple[str, int], dp_rank: int, dp_size: int) -> Ticket:
     rounds = (2**ROOM_BITS - 1 - dp_rank) // dp_size
     room = secrets.randbelow(rounds + 1) * dp_size + dp_rank
     return Ticket(host=host, port=port, room=room, secret=secrets.token_bytes(SECRET_BYTES))
+
+
+def bootstrap_params(ticket: Ticket) -> dict[str, object]:
+    """Return a ticket of the prefill worker in the form that the frontend copies to `bootstrap_info` of the decode.
+
+    It copies only these three, and adds an id that the prefill worker does not know. So the secret is part of the host.
+    """
+    host = f"{ticket.secret.hex()}@{ticket.host}"
+    return {"bootstrap_host": host, "bootstrap_port": ticket.port, "bootstrap_room": ticket.room}
 
 
 def params_of(ticket: Ticket, engine: dict[str, object] | None = None) -> dict[str, object]:

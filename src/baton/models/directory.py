@@ -11,12 +11,17 @@ from baton.models.hub import fetch_from_hub, is_hub_id
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a model's config.json that every engine needs."""
+    """The fields of a model's config.json that engines need.
+
+    A model that was trained for shorter vectors `is_matryoshka`; it may list the `matryoshka_dimensions` of those.
+    """
 
     vocab_size: int
     model_type: str = ""
     max_position_embeddings: int | None = None
     eos_token_id: int | list[int] | None = None
+    is_matryoshka: bool | None = None
+    matryoshka_dimensions: list[int] | None = None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

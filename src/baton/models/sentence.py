@@ -1,6 +1,7 @@
 """The sentence-transformers layout: the encoder of a model, and how its token vectors are pooled into one vector."""
 
 import enum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ class SentenceLayout(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     poolings: tuple[Pooling, ...] = (Pooling.MEAN,)
     normalize: bool = False
-    lowercase: bool = False
+    is_matryoshka: bool = False
+    matryoshka_dimensions: tuple[int, ...] = ()
 
 
 class _Module(msgspec.Struct, frozen=True):
@@ -65,15 +67,33 @@ def read_layout(directory: Path) -> SentenceLayout:
     positions = config.max_position_embeddings or 512
     if config.model_type in _OFFSET_POSITIONS:
         positions -= 2
-    sentence = _read(directory / "sentence_bert_config.json", _SentenceConfig) or _SentenceConfig()
+    sentence = _read_sentence_config(directory)
     poolings, normalize = _read_modules(directory)
     return SentenceLayout(
         vocabulary=config.vocab_size,
         max_tokens=min(sentence.max_seq_length or positions, positions),
         poolings=poolings,
         normalize=normalize,
-        lowercase=sentence.do_lower_case,
+        is_matryoshka=bool(config.is_matryoshka),
+        matryoshka_dimensions=tuple(config.matryoshka_dimensions or ()),
     )
+
+
+def is_lowercase(directory: Path) -> bool:
+    """Return whether the model in `directory` embeds texts in lower case only. Raises ConfigError."""
+    return _read_sentence_config(directory).do_lower_case
+
+
+def shorter_sizes(listed: Sequence[int], is_matryoshka: bool, size: int) -> tuple[int, ...]:
+    """Return the sizes that vectors of `size` numbers can be shortened to: those listed, else all if it was trained."""
+    if listed:
+        return tuple(sorted(shorter for shorter in set(listed) if 1 <= shorter < size))
+    return tuple(range(1, size)) if is_matryoshka else ()
+
+
+def _read_sentence_config(directory: Path) -> _SentenceConfig:
+    read: _SentenceConfig | None = _read(directory / "sentence_bert_config.json", _SentenceConfig)
+    return read or _SentenceConfig()
 
 
 def _read_modules(directory: Path) -> tuple[tuple[Pooling, ...], bool]:

@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.models.chat_template import compile_template, read_chat_template, read_template_file
-from baton.models.sentence import read_layout
+from baton.models.sentence import is_lowercase
 
 
 class HubTokenizer:
@@ -54,18 +54,38 @@ class PassageTokenizer:
     """A TextEncoder (see `ports/tokenizer.py`)."""
 
     def __init__(self, directory: Path) -> None:
-        self._lowercase = read_layout(directory).lowercase
+        self._lowercase = is_lowercase(directory)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # tokenizers raises plain Exception
             raise ConfigError(f"cannot read the tokenizer in {directory}: {error}") from error
+        self._first = self._added(directory, "bos")
+        self._last = self._added(directory, "eos")
         self._tokenizer.no_truncation()  # the caller refuses a text that is too long; it is never truncated silently
         self._tokenizer.no_padding()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """See `TextEncoder.encode_batch`."""
         batch = [text.lower() for text in texts] if self._lowercase else list(texts)
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(batch)]
+        return [self._complete(encoding.ids) for encoding in self._tokenizer.encode_batch_fast(batch)]
+
+    def _complete(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens with those that the model's settings add and its tokenizer.json does not."""
+        first = self._first if token_ids[:1] != self._first else []
+        last = self._last if token_ids[-1:] != self._last else []
+        return [*first, *token_ids, *last]
+
+    def _added(self, directory: Path, kind: str) -> list[int]:
+        """Return the token that `add_bos_token` or `add_eos_token` in tokenizer_config.json adds, if it does."""
+        path = directory / "tokenizer_config.json"
+        try:
+            settings = json.loads(path.read_text()) if path.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        token = settings.get(f"{kind}_token") if settings.get(f"add_{kind}_token") else None
+        content = token.get("content") if isinstance(token, dict) else token
+        number = self._tokenizer.token_to_id(content) if isinstance(content, str) else None
+        return [] if number is None else [number]
 
 
 class HubDecoder:

@@ -69,10 +69,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine serves, and its limits.
 
     A prompt has at most `max_prompt_tokens`, where that is less than the context. `vocab_size` is None if the engine
-    cannot tell. `reasoning_end_token` ends the reasoning of a model that reasons. `handoff_host` and `handoff_port` are
-    the bootstrap address of an engine that moves KV by itself; `kv` is the KV cache of one that does not. An engine
-    that is spread over machines has one leader; its followers take no work and only publish readings. `group`
-    identifies the nodes of one engine.
+    cannot tell. `reasoning_end_token` ends the reasoning of a model that reasons. Vectors have `embedding_size`
+    numbers, and can be shortened to any number in `embedding_dimensions`. `handoff_host` and `handoff_port` are the
+    bootstrap address of an engine that moves KV by itself; `kv` is the KV cache of one that does not. An engine that is
+    spread over machines has one leader; its followers take no work and only publish readings. `group` identifies the
+    nodes of one engine. `adapters` are LoRA adapters that are loaded.
     """
 
     model_name: str
@@ -86,11 +87,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     reasoning_end_token: int | None = None
     embedding_size: int | None = None
+    embedding_dimensions: tuple[int, ...] = ()
     handoff_host: str | None = None
     handoff_port: int | None = None
     kv: KvMemory | None = None
     leader: bool = True
     group: str | None = None
+    adapters: tuple[str, ...] = ()
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):

@@ -104,6 +104,15 @@ class Endpoint(Protocol):
     async def register_model(self, card: ModelCard) -> None:
         """Register the model, once; from then on frontends send requests to this instance."""
 
+    async def register_adapter(self, name: str) -> None:
+        """Register a LoRA adapter of the model: frontends then send this instance requests for a model of that name.
+
+        Valid after `register_model`. Idempotent. Raises InvalidRequest for the name of the model itself.
+        """
+
+    async def deregister_adapter(self, name: str) -> None:
+        """Undo `register_adapter`; running requests continue. Idempotent."""
+
     def publish(self, reading: Reading) -> None:
         """Publish the load of this instance or a KV event to routers. Never blocks.
 

@@ -8,7 +8,7 @@ from baton.errors import BatonError, EngineDead
 from baton.process.service_process import unless_stopped
 from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.frontend import DynamoFrontend
-from baton.runtimes.dynamo.routing import router_config
+from baton.runtimes.dynamo.routing import router_config, selects_by_adapter
 from baton.status.sd_notify import notify, send_heartbeats
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ async def _main(settings: Settings) -> int:
         settings.host,
         settings.port,
         router_config(settings),
+        selects_by_adapter(settings),
         settings.migrations,
         settings.drain_timeout_s,
         backend_timeout_s=settings.request_timeout_s + settings.drain_timeout_s,

@@ -235,6 +235,8 @@ class Worker:
             raise EngineDead(f"the first probe failed: {problem}")
         await endpoint.register_model(announce(self._role, role_context, role_service))
         registration = DiscoveryRegistration(endpoint, DISCOVERY_TIMEOUT_S)
+        for adapter in info.adapters:
+            await registration.register_adapter(adapter)
         controller = Controller(
             self._engine, registration, self.gate, self._settings.command_timeout_s, self._process.fail
         )

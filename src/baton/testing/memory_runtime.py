@@ -52,7 +52,10 @@ class MemoryContext:
 
 
 class MemoryEndpoint:
-    """One served endpoint. `registered`: discovery has it. `published`: the readings that routers got."""
+    """One served endpoint. `registered`: discovery has it. `published`: the readings that routers got.
+
+    `adapters`: the LoRA adapters that discovery has.
+    """
 
     def __init__(self, instance_id: int, service: Service[Any, Any]) -> None:
         self._instance_id = instance_id
@@ -60,6 +63,7 @@ class MemoryEndpoint:
         self.card: ModelCard | None = None
         self.registered = True
         self.should_be_registered = True
+        self.adapters: set[str] = set()
         self.published: list[Reading] = []
         self.running: set[asyncio.Task[None]] = set()
 
@@ -76,6 +80,16 @@ class MemoryEndpoint:
     async def register_model(self, card: ModelCard) -> None:
         """See `Endpoint.register_model`."""
         self.card = card
+
+    async def register_adapter(self, name: str) -> None:
+        """See `Endpoint.register_adapter`."""
+        if self.card is not None and name == self.card.name:
+            raise InvalidRequest(f"name: {name!r} is the name of the model")
+        self.adapters.add(name)
+
+    async def deregister_adapter(self, name: str) -> None:
+        """See `Endpoint.deregister_adapter`."""
+        self.adapters.discard(name)
 
     def publish(self, reading: Reading) -> None:
         """See `Endpoint.publish`."""

@@ -461,6 +461,22 @@ class RuntimeContract(RuntimeStage):
 
         self._run(body())
 
+    # Models
+
+    def test_adapters_are_registered_and_deregistered_any_number_of_times(self) -> None:
+        async def body() -> None:
+            async with self._served(_echo) as served:
+                await served.endpoint.register_model(CARD)
+                for name in ("fine", "fine", "owner/other one"):
+                    await served.endpoint.register_adapter(name)
+                with pytest.raises(InvalidRequest, match="name of the model"):
+                    await served.endpoint.register_adapter(CARD.name)
+                for name in ("fine", "fine", "never registered"):
+                    await served.endpoint.deregister_adapter(name)
+                await served.call()
+
+        self._run(body())
+
     # Readings and metrics
 
     def test_publishing_readings_does_not_block_the_event_loop(self) -> None:

@@ -24,6 +24,7 @@ class FlakyEndpoint:
 
     def __init__(self) -> None:
         self.registered = True
+        self.adapters: set[str] = set()
         self.calls: list[str] = []
         self.trouble: dict[str, Exception | float] = {}
 
@@ -33,6 +34,14 @@ class FlakyEndpoint:
 
     async def register_model(self, card: ModelCard) -> None:
         raise NotImplementedError
+
+    async def register_adapter(self, name: str) -> None:
+        await self._call("register_adapter")
+        self.adapters.add(name)
+
+    async def deregister_adapter(self, name: str) -> None:
+        await self._call("deregister_adapter")
+        self.adapters.discard(name)
 
     def publish(self, reading: Reading) -> None:
         raise NotImplementedError

@@ -13,12 +13,12 @@ from baton.config.load import control_token
 from baton.config.settings import Settings
 from baton.control.http.connections import DEFAULT_LIMITS, ConnectionLimits
 from baton.control.http.server import SystemServer
-from baton.ports.engine import Capabilities
+from baton.ports.engine import Capabilities, EngineInfo
 from baton.process.worker import Worker
 from baton.protocol.commands import Outcome
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.testing import ScriptedEngine
-from baton.testing.fakes import ControlStep, Script
+from baton.testing.fakes import SCRIPTED_INFO, ControlStep, Script
 from baton.testing.memory_runtime import MemoryEndpoint, MemoryRuntime
 
 PATH = "baton.worker.generate"
@@ -116,10 +116,14 @@ class WorkerHarness:
 
 @asynccontextmanager
 async def running_worker(
-    *control: ControlStep, can: Capabilities = EVERYTHING, scripts: Sequence[Script] = (ONE_TOKEN,), **settings: Any
+    *control: ControlStep,
+    can: Capabilities = EVERYTHING,
+    scripts: Sequence[Script] = (ONE_TOKEN,),
+    info: EngineInfo = SCRIPTED_INFO,
+    **settings: Any,
 ) -> AsyncIterator[WorkerHarness]:
     """Run a worker until the end of the block; it must end without an error."""
-    harness = WorkerHarness(ScriptedEngine(*scripts, capabilities=can, control=control), **settings)
+    harness = WorkerHarness(ScriptedEngine(*scripts, capabilities=can, info=info, control=control), **settings)
     await harness.server.start()
     ready = asyncio.create_task(harness.ready.wait())
     await asyncio.wait([harness.running, ready], return_when=asyncio.FIRST_COMPLETED)

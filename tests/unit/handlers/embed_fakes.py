@@ -27,6 +27,7 @@ INFO = EngineInfo(
     total_blocks=0,
     max_running=64,
     embedding_size=4,
+    embedding_dimensions=(1, 2, 3),
 )
 
 

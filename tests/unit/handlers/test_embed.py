@@ -4,7 +4,9 @@ import asyncio
 import base64
 import struct
 from collections.abc import Awaitable, Callable
+from typing import Any
 
+import msgspec
 import pytest
 
 from baton.errors import (
@@ -18,6 +20,7 @@ from baton.errors import (
     InvalidRequest,
 )
 from baton.handlers.embed import EmbedHandler
+from baton.ports.engine import EngineInfo
 from baton.protocol.embeddings import Embeddings, EmbedRequest, Texts, TokenLists
 from baton.protocol.lifecycle import State
 from baton.request.gate import Gate
@@ -30,14 +33,14 @@ from tests.unit.handlers.embed_fakes import CONTEXT, INFO, CountingEngine, Lette
 class Counter:
     """A handler with everything around it."""
 
-    def __init__(self, engine: CountingEngine, request_timeout_s: float = 600.0) -> None:
+    def __init__(self, engine: CountingEngine, request_timeout_s: float = 600.0, info: EngineInfo = INFO) -> None:
         self.gate = Gate(8)
         self.observer = RecordingObserver()
         self.fatal: list[BatonError] = []
         tracker = RequestTracker(
             self.gate, RequestLimits(request_timeout_s=request_timeout_s), self.observer, "embed", self.fatal.append
         )
-        self.handler = EmbedHandler(engine, INFO, tracker, LetterEncoder())
+        self.handler = EmbedHandler(engine, info, tracker, LetterEncoder())
 
     async def embed(
         self, source: Texts | TokenLists, dimensions: int | None = None, context: MemoryContext | None = None
@@ -52,9 +55,7 @@ def numbers(vector: str) -> tuple[float, ...]:
     return struct.unpack(f"<{len(data) // 4}f", data)
 
 
-def run_with(
-    engine: Callable[[], CountingEngine], body: Callable[[Counter], Awaitable[None]], **options: float
-) -> None:
+def run_with(engine: Callable[[], CountingEngine], body: Callable[[Counter], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
         counter = Counter(engine(), **options)
         await body(counter)
@@ -98,11 +99,23 @@ def test_dimensions_shorten_vectors_and_normalise_them() -> None:
 @pytest.mark.parametrize("dimensions", [0, -1, 5, 2**31])
 def test_dimensions_outside_the_vector_size_are_refused(dimensions: int) -> None:
     async def body(counter: Counter) -> None:
-        with pytest.raises(InvalidRequest, match=r"dimensions.*1 and 4"):
+        with pytest.raises(InvalidRequest, match=r"dimensions.*1 to 4"):
             await counter.embed(Texts(("a",)), dimensions=dimensions)
         assert counter.observer.records[0].state is State.REFUSED
 
     run_with(CountingEngine, body)
+
+
+@pytest.mark.parametrize(
+    ("trained", "words"), [((), "leave the field out"), ((1, 3), "1, 3 or 4")], ids=["not-trained", "listed"]
+)
+def test_dimensions_that_the_model_was_not_trained_for_are_refused(trained: tuple[int, ...], words: str) -> None:
+    async def body(counter: Counter) -> None:
+        with pytest.raises(InvalidRequest, match=f"dimensions: .*{words}"):
+            await counter.embed(Texts(("a",)), dimensions=2)
+        assert len(numbers((await counter.embed(Texts(("a",)), dimensions=4)).vectors[0])) == 4
+
+    run_with(CountingEngine, body, info=msgspec.structs.replace(INFO, embedding_dimensions=trained))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 
 from baton.errors import BatonError, Cancelled, EngineFailed, PeerLost, Unsupported
 from baton.handlers.tickets import params_of
-from baton.ports.engine import Capabilities
+from baton.ports.engine import Capabilities, HandoffStyle
 from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Produce, Ticket
 from baton.protocol.lifecycle import State
 from baton.protocol.outputs import Chunk, Finished, FinishReason, HandoffReady, TokenDelta
-from baton.protocol.requests import GenerateRequest, StopConditions
+from baton.protocol.requests import GenerateRequest, Routing, StopConditions
 from baton.testing import ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import SCRIPTED_INFO, Script
 from tests.unit.handlers.handoff_fakes import FakeProducer, Harness
@@ -47,6 +47,48 @@ def test_an_early_prefill_passes_its_engine_the_bootstrap_address() -> None:
         harness.lease.end.set_result(None)
         assert (await reading)[0].disaggregated_params == {}
         assert harness.ended() is State.COMPLETED
+
+    run_bounded(body())
+
+
+def test_a_prefill_without_a_room_chooses_one_and_sends_it_before_anything_else() -> None:
+    """Behind a router the frontend cannot know the worker. It passes what the first chunk says to decode."""
+
+    async def body() -> None:
+        harness = Harness(ScriptedEngine([asyncio.Event()]), info=EARLY)
+        chunks = harness.prefill.generate(request(None), harness.context)
+        first = await anext(chunks)
+        [work] = harness.engine.submitted
+        [(ticket, _)] = harness.producer.offers
+        assert work.handoff == Produce(bootstrap=Bootstrap(host="10.0.0.9", port=8998, room=ticket.room))
+        assert (ticket.host, ticket.port, len(ticket.secret)) == ("127.0.0.1", 4000, 16)
+        place = msgspec.convert(first.disaggregated_params, Bootstrap)
+        # The frontend adds an id of its own, which the prefill worker never gets to know.
+        promoted = msgspec.structs.replace(place, handoff_id=bytes(16))
+        decode = Harness(ScriptedEngine(ONE), info=EARLY)
+        reading = asyncio.create_task(collect(decode.decode.generate(request(promoted), decode.context)))
+        await eventually(lambda: bool(decode.consumer.claims))
+        assert decode.consumer.tickets == [ticket]
+        decode.claim.accepted.set_result(("10.0.0.9", 8998))
+        await reading
+        harness.lease.end.set_result(None)
+        await chunks.aclose()
+
+    run_bounded(body())
+
+
+def test_a_room_chosen_by_prefill_names_a_data_parallel_rank() -> None:
+    async def body() -> None:
+        engine = ScriptedEngine([asyncio.Event()], capabilities=Capabilities(handoff=HandoffStyle.EARLY, dp_size=4))
+        for rank in (None, 0, 3):
+            harness = Harness(engine, info=EARLY)
+            routed = msgspec.structs.replace(request(None), routing=Routing(dp_rank=rank))
+            chunks = harness.prefill.generate(routed, harness.context)
+            await anext(chunks)
+            [(ticket, _)] = harness.producer.offers
+            assert engine.submitted[-1].dp_rank == ticket.room % 4
+            assert rank in (None, ticket.room % 4)
+            await chunks.aclose()
 
     run_bounded(body())
 

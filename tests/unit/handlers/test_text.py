@@ -365,3 +365,14 @@ def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(InvalidRequest, match="no chat template"):
         HubTokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_model_that_is_an_adapter_selects_it() -> None:
+    async def body() -> None:
+        engine = ScriptedEngine([Finished(FinishReason.LENGTH)], capabilities=Capabilities(lora=True))
+        harness = TextHarness(engine)
+        for model in (INFO.model_name, "fine"):
+            await harness.chunks(model=model, prompt="hi", max_tokens=1)
+        assert [work.lora_name for work in engine.submitted] == [None, "fine"]
+
+    run_bounded(body())

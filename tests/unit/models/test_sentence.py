@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.models.sentence import Pooling, is_sentence_model, read_layout
+from baton.models.sentence import Pooling, is_lowercase, is_sentence_model, read_layout, shorter_sizes
 from tests.unit.handlers.embed_fakes import write_layout
 
 
@@ -25,7 +25,7 @@ def write_config(directory: Path, **changes: object) -> None:
 def test_layout_files_are_read(directory: Path) -> None:
     layout = read_layout(directory)
     assert (layout.poolings, layout.normalize) == ((Pooling.MEAN,), True)
-    assert (layout.vocabulary, layout.max_tokens, layout.lowercase) == (100, 24, False)
+    assert (layout.vocabulary, layout.max_tokens, is_lowercase(directory)) == (100, 24, False)
     write_layout(directory, "lasttoken", "cls_token", normalize=False, max_tokens=1000)
     layout = read_layout(directory)
     assert (layout.poolings, layout.normalize, layout.max_tokens) == ((Pooling.CLS, Pooling.LAST), False, 64)
@@ -45,6 +45,26 @@ def test_reserved_positions_of_roberta_are_not_counted(tmp_path: Path) -> None:
 def test_short_pooling_mode_is_read(directory: Path) -> None:
     (directory / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "cls"}))
     assert read_layout(directory).poolings == (Pooling.CLS,)
+
+
+def test_lower_case_is_read_for_every_architecture(directory: Path) -> None:
+    write_config(directory, model_type="qwen3")
+    assert not is_lowercase(directory)
+    (directory / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    assert is_lowercase(directory)
+
+
+def test_trained_sizes_are_read(directory: Path) -> None:
+    assert read_layout(directory).matryoshka_dimensions == ()
+    write_config(directory, is_matryoshka=True, matryoshka_dimensions=[32, 8])
+    layout = read_layout(directory)
+    assert (layout.is_matryoshka, layout.matryoshka_dimensions) == (True, (32, 8))
+
+
+def test_vectors_are_shortened_only_to_sizes_that_were_trained() -> None:
+    assert shorter_sizes((), False, 8) == ()
+    assert shorter_sizes((), True, 4) == (1, 2, 3)
+    assert shorter_sizes((8, 2, 4, 16, 0), True, 8) == (2, 4)
 
 
 def test_sentence_models_are_recognized(directory: Path) -> None:

@@ -84,7 +84,11 @@ class SglangEngine:
         async def execute() -> Outcome:
             async with self._executing:
                 self._host.check_alive()
-                return await self._host.or_death(commands.execute(command))
+                try:
+                    return await self._host.or_death(commands.execute(command))
+                except EngineDead as error:
+                    self._host.die(error)
+                    raise
 
         # A command that has begun is completed even if its caller is cancelled.
         return await asyncio.shield(asyncio.create_task(execute()))

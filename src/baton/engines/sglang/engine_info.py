@@ -11,9 +11,10 @@ import msgspec
 from baton.config.engines import SglangOptions
 from baton.engines.sglang.launch_mode import LaunchMode
 from baton.engines.sglang.server_args import Arguments
-from baton.engines.sglang.sglang_types import Engine, Snapshot
+from baton.engines.sglang.sglang_types import Engine, Manager, ModelConfig, Snapshot
 from baton.engines.sglang.tcp_ports import bootstrap_host
 from baton.models.reasoning import reasoning_end_token
+from baton.models.sentence import shorter_sizes
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     hidden_size: int
+    embedding_dimensions: tuple[int, ...]
+    adapters: tuple[str, ...]
     values: Mapping[str, Any]
 
 
@@ -90,7 +93,6 @@ def facts_of(engine: Engine, snapshots: list[Snapshot]) -> Facts:
     values = engine.server_args.resolved_dict()
     scheduler = engine._scheduler_init_result.scheduler_infos[0]
     manager = engine.tokenizer_manager
-    config = manager.model_config if manager is not None else None
     max_prompt_tokens = int(scheduler["max_req_input_len"]) - 1
     return Facts(
         page_size=int(values["page_size"] or 1),
@@ -99,10 +101,9 @@ def facts_of(engine: Engine, snapshots: list[Snapshot]) -> Facts:
         or int(values["max_running_requests"] or 1),
         context=max_prompt_tokens + RESERVED_TOKENS,
         max_prompt_tokens=max_prompt_tokens,
-        vocab_size=config.vocab_size if config is not None else 0,
-        eos_token_ids=tuple(sorted(config.hf_eos_token_id or ())) if config is not None else (),
-        hidden_size=config.hidden_size if config is not None else 0,
         values=values,
+        adapters=_adapters(manager) if values.get("enable_lora") else (),
+        **_model_facts(manager.model_config if manager is not None else None),
     )
 
 
@@ -123,11 +124,30 @@ def engine_info(
         eos_token_ids=facts.eos_token_ids,
         reasoning_end_token=reasoning_end_token(model_dir),
         embedding_size=facts.hidden_size if mode.embedding else None,
+        embedding_dimensions=facts.embedding_dimensions if mode.embedding else (),
         handoff_host=bootstrap_host(options.host, arguments.values["dist_init_addr"]) if has_bootstrap else None,
         handoff_port=int(facts.values["disaggregation_bootstrap_port"]) if has_bootstrap else None,
         leader=arguments.leader,
         group=arguments.values["dist_init_addr"] if int(arguments.values["nnodes"]) > 1 else None,
+        adapters=facts.adapters,
     )
+
+
+def _adapters(manager: Manager | None) -> tuple[str, ...]:
+    return tuple(sorted(manager.lora_registry.get_all_adapters())) if manager is not None else ()
+
+
+def _model_facts(config: ModelConfig | None) -> dict[str, Any]:
+    """Return what SGLang has read from config.json; a node that follows another has not."""
+    if config is None:
+        return {"vocab_size": 0, "eos_token_ids": (), "hidden_size": 0, "embedding_dimensions": ()}
+    size = config.hidden_size
+    return {
+        "vocab_size": config.vocab_size,
+        "eos_token_ids": tuple(sorted(config.hf_eos_token_id or ())),
+        "hidden_size": size,
+        "embedding_dimensions": shorter_sizes(config.matryoshka_dimensions or (), bool(config.is_matryoshka), size),
+    }
 
 
 def _weight_sources(values: Mapping[str, Any]) -> frozenset[str]:

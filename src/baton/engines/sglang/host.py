@@ -105,6 +105,17 @@ class SglangHost:
         if self._dead is not None:
             raise self._dead
 
+    def die(self, error: BatonError) -> None:
+        """Mark SGLang as dead: everything that waits for it fails with `error`. The first reason stays."""
+        if self._dead is None:
+            self._dead = error
+            if not self._stopped:
+                log.error("%s", error.message)
+            self._death.set()
+            for callback in self._on_death:
+                callback(error)
+        self._feed.end()
+
     async def or_death(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what `work` returns. Raises EngineDead when SGLang dies first."""
         task, death = asyncio.ensure_future(work), asyncio.ensure_future(self._death.wait())
@@ -133,7 +144,7 @@ class SglangHost:
     async def stop(self) -> None:
         """See `Engine.stop`."""
         self._stopped = True
-        self._die(EngineDead("the engine has stopped"))
+        self.die(EngineDead("the engine has stopped"))
         async with self._stopping:
             await self._cleanup.aclose()
 
@@ -216,21 +227,10 @@ class SglangHost:
 
     def _on_receiving_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            self._die(EngineDead(f"SGLang's tokenizer manager has failed: {task.exception()!r}"))
+            self.die(EngineDead(f"SGLang's tokenizer manager has failed: {task.exception()!r}"))
 
     def _on_failure(self, message: str) -> None:
-        self._die(EngineDead(message))
-
-    def _die(self, error: BatonError) -> None:
-        """Mark SGLang as dead; the first reason stays."""
-        if self._dead is None:
-            self._dead = error
-            if not self._stopped:
-                log.error("%s", error.message)
-            self._death.set()
-            for callback in self._on_death:
-                callback(error)
-        self._feed.end()
+        self.die(EngineDead(message))
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -27,6 +27,10 @@ LOAD_INTERVAL_S = 0.25
 POLL_MS = 100
 LOOPBACK = "127.0.0.1"
 MAX_TRIES = 50
+STOP_S = 2.0
+FROZEN_S = 10.0  # as long as discovery keeps a worker that is frozen itself
+STOPPED = "T"
+GONE = ("", "Z", "X")
 FIRST_LOAD_S = 15.0
 
 log = logging.getLogger(__name__)
@@ -206,6 +210,7 @@ class Watch:
         self._on_death = on_death
         self._ranks = {rank: RankEvents(rank, page_size) for rank in sockets.sockets}
         self._stamps: dict[int, float] = {}
+        self._frozen = FrozenProcesses()
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self._stop = threading.Event()
@@ -213,9 +218,10 @@ class Watch:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Return when the thread has ended. Idempotent."""
+        """Return when the thread has ended, or waits for the lock of a scheduler that is stopped. Idempotent."""
         self._stop.set()
-        await self._ended.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), STOP_S)
 
     def _main(self) -> None:
         try:
@@ -272,15 +278,35 @@ class Watch:
 
     def _check_processes(self) -> None:
         for pid in self._pids:
-            if not _is_running(pid):
-                post(self._loop, self._on_death, f"SGLang's process {pid} has died")
+            problem = self._frozen.problem(pid, _state_of(pid), time.monotonic())
+            if problem is not None:
+                post(self._loop, self._on_death, f"SGLang's process {pid} {problem}")
                 self._stop.set()
 
 
-def _is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+class FrozenProcesses:
+    """Decides when a stopped process counts as dead. Pure: the caller passes state and time.
+
+    The steps of other ranks hide it from the watchdog.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def problem(self, pid: int, state: str, now: float) -> str | None:
+        """Return what is wrong with a process in `state`, the letter of /proc, "" if it does not exist."""
+        if state in GONE:
+            return "has died"
+        if state != STOPPED:
+            self._since.pop(pid, None)
+            return None
+        since = self._since.setdefault(pid, now)
+        return f"has been stopped for {now - since:.0f} s" if now - since >= FROZEN_S else None
+
+
+def _state_of(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat") as status:
-            return status.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+            return status.read().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""

@@ -55,6 +55,8 @@ class ModelConfig(Protocol):
     is_image_understandable_model: bool
     is_audio_understandable_model: bool
     hf_eos_token_id: set[int] | None
+    is_matryoshka: object
+    matryoshka_dimensions: list[int] | None
 
     def get_default_sampling_params(self) -> dict[str, Any]: ...
 

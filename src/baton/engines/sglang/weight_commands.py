@@ -1,14 +1,14 @@
 """New weights for a running SGLang: from disk, tensors, shared memory, a process group or CUDA IPC handles."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from baton.engines.sglang.pause import PauseCommands
 from baton.engines.sglang.sglang_types import Manager
 from baton.engines.sglang.weights import Shapes, check_directory, check_specs, shapes_in, tensors_of
-from baton.errors import EngineFailed, InvalidRequest
+from baton.errors import EngineDead, EngineFailed, InvalidRequest
 from baton.protocol.commands import (
     FromDisk,
     FromGroup,
@@ -54,6 +54,9 @@ class WeightCommands:
         await asyncio.to_thread(self._check, command.source)
         async with self._pause.between_steps():
             success, message = await self._send(command.source, command.version)
+        if not success and isinstance(command.source, FromGroup):
+            await self._leave(command.source.group)
+            raise EngineFailed(f"{message}; this worker has left the group, join again on both sides")
         if not success:
             raise InvalidRequest(message)
         return Outcome(message=message, weight_version=command.version)
@@ -94,26 +97,27 @@ class WeightCommands:
                     group_name=source.group,
                     weight_version=version,
                 )
-                return await self._in_session(manager.update_weights_from_distributed(group, None), source.timeout_s)
+
+                def receive() -> Coroutine[Any, Any, Answer]:
+                    receiving = manager.update_weights_from_distributed(group, None)
+                    return _or_restart(receiving, source.timeout_s, "sent its weights")
+
+                return await self._in_session(receive)
             case FromTensors() | FromSharedMemory():
                 payload = await asyncio.to_thread(self._serialized, source)
                 tensors = io_struct.UpdateWeightsFromTensorReqInput(
                     serialized_named_tensors=payload, weight_version=version
                 )
-                return await self._in_session(manager.update_weights_from_tensor(tensors, None))
+                return await self._in_session(lambda: manager.update_weights_from_tensor(tensors, None))
 
-    async def _in_session(self, put: Coroutine[Any, Any, Answer], timeout_s: float | None = None) -> Answer:
+    async def _in_session(self, put: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         """Run `put` inside one of SGLang's weight-update sessions."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
         begun, message = await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None)
         if not begun:
-            put.close()
             return begun, message
-        try:
-            success, message = await asyncio.wait_for(put, timeout_s)
-        except TimeoutError:
-            raise EngineFailed("the weights did not arrive in time, and the engine still waits for them") from None
+        success, message = await put()
         ended, problem = await self._manager.end_weight_update(EndWeightUpdateReqInput(), None)
         return success and ended, message if ended else problem
 
@@ -147,10 +151,7 @@ class WeightCommands:
             backend=self._backend,
         )
         joining = self._manager.init_weights_update_group(request, None)
-        try:
-            success, message = await asyncio.wait_for(joining, command.timeout_s)
-        except TimeoutError:
-            raise EngineFailed(f"the group {command.group} did not come together, and the engine still waits") from None
+        success, message = await _or_restart(joining, command.timeout_s, f"joined {command.group}")
         if not success:
             raise EngineFailed(message)
         self._group = command.group
@@ -167,6 +168,17 @@ class WeightCommands:
             raise EngineFailed(message)
         self._group = None
         return Outcome(message=f"left {group}")
+
+
+async def _or_restart(answer: Coroutine[Any, Any, Answer], timeout_s: float, expected: str) -> Answer:
+    """Return SGLang's answer, which depends on the trainer. Raises EngineDead if the trainer keeps it waiting."""
+    try:
+        return await asyncio.wait_for(answer, timeout_s)
+    except TimeoutError:
+        raise EngineDead(
+            f"the trainer has not {expected} within {timeout_s:g} s, and SGLang cannot stop waiting for it: this worker"
+            " restarts with the weights of its model directory"
+        ) from None
 
 
 def _expanded(path: str) -> str:

@@ -12,7 +12,7 @@ from baton.engines.torch.embed_batches import EmbedInput, PendingRequest, make_b
 from baton.engines.torch.encoder import Encoder
 from baton.engines.torch.thread import EngineThread
 from baton.errors import BatonError, EngineDead, EngineFailed, Unsupported
-from baton.models.sentence import SentenceLayout, read_layout
+from baton.models.sentence import SentenceLayout, read_layout, shorter_sizes
 from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import LoadSnapshot, Reading
@@ -136,6 +136,7 @@ class TorchEmbedder:
             max_running=MAX_RUNNING,
             vocab_size=layout.vocabulary,
             embedding_size=core.encoder.size,
+            embedding_dimensions=shorter_sizes(layout.matryoshka_dimensions, layout.is_matryoshka, core.encoder.size),
         )
 
     async def embed(self, work: EmbedWork) -> Vectors:

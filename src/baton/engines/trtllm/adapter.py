@@ -149,6 +149,7 @@ class TrtllmEngine:
             vocab_size=config.vocab_size,
             eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *defaults.eos_token_ids))),
             reasoning_end_token=reasoning_end_token(self._model_dir),
+            adapters=self._loras.names,
         )
 
     def submit(self, work: Work) -> OutputStream:

@@ -21,6 +21,7 @@ class DynamoFrontend:
         host: str,
         port: int,
         router: _core.RouterConfig,
+        selects_by_adapter: bool,
         migrations: int,
         drain_timeout_s: float,
         backend_timeout_s: float,
@@ -35,6 +36,8 @@ class DynamoFrontend:
             # A stream that fails before its first token gets a real HTTP status instead of a 200.
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "200",
             "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(max(1, round(drain_timeout_s))),
+            # Requests that name a LoRA adapter go only to workers that have it.
+            "DYN_LORA_ENABLED": str(selects_by_adapter).lower(),
             # The last resort for a worker that hangs.
             "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": str(max(1, round(backend_timeout_s))),
         }

@@ -29,6 +29,15 @@ def router_config(settings: Settings) -> _core.RouterConfig:
     )
 
 
+def selects_by_adapter(settings: Settings) -> bool:
+    """Whether the frontend can send requests that name a LoRA adapter only to workers that have it.
+
+    The runtime refuses to start with that and another mode, or with sessions that stay with a worker.
+    """
+    modes = {settings.router, settings.router_prefill, settings.router_decode}
+    return modes <= {"auto", "round-robin", "random", "kv"} and settings.session_affinity == "off"
+
+
 def _kv_router_config(settings: Settings) -> _core.KvRouterConfig:
     if not settings.router_policy:
         return _core.KvRouterConfig()

@@ -152,6 +152,7 @@ class DynamoEndpoint:
         self._raw = raw
         self._registered = True
         self._card: ModelCard | None = None
+        self._adapters: set[str] = set()
         self._kv_publisher: KvEventPublisher | None = None
         self._load_publisher = LoadPublisher()
         self._discovered: _core.Client | None = None
@@ -180,20 +181,7 @@ class DynamoEndpoint:
         """See `Endpoint.register_model`."""
         self.server.checks = _checks(card)
         try:
-            await _core.register_model(
-                _INPUTS[card.model_input],
-                _model_type(card),
-                self._raw,
-                card.directory,
-                card.name,
-                worker_type=_WORKER_TYPES[card.worker_type],
-                kv_cache_block_size=card.block_size,
-                router_config=_core.RouterConfig(ROUTER_MODES[card.router]) if card.router is not None else None,
-                runtime_config=_runtime_config(card),
-                custom_template_path=card.chat.template if card.model_input == "tokens" else None,
-                needs=[[_WORKER_TYPES[name] for name in group] for group in card.needs] or None,
-                skip_model_assets=card.model_input == "text",
-            )
+            await self._register(card)
         except Exception as error:
             raise ConfigError(f"cannot register the model in {card.directory}: {error}") from error
         self._card = card
@@ -201,6 +189,41 @@ class DynamoEndpoint:
         await self._close_kv_publisher()
         if card.kv_events:
             self._kv_publisher = KvEventPublisher(self._raw, card.block_size, card.dp_size)
+
+    async def register_adapter(self, name: str) -> None:
+        """See `Endpoint.register_adapter`."""
+        if self._card is None:
+            raise Cancelled("the model is not registered")
+        if name == self._card.name:
+            raise InvalidRequest(f"name: {name!r} is the name of the model")
+        if name not in self._adapters:
+            await self._register(self._card, name)
+            self._adapters.add(name)
+
+    async def deregister_adapter(self, name: str) -> None:
+        """See `Endpoint.deregister_adapter`."""
+        if name in self._adapters:
+            await _core.unregister_model(self._raw, name)
+            self._adapters.discard(name)
+
+    async def _register(self, card: ModelCard, adapter: str | None = None) -> None:
+        """Register the model of `card`, or an adapter of it."""
+        await _core.register_model(
+            _INPUTS[card.model_input],
+            _model_type(card),
+            self._raw,
+            card.directory,
+            card.name if adapter is None else None,
+            worker_type=_WORKER_TYPES[card.worker_type],
+            kv_cache_block_size=card.block_size,
+            router_config=_core.RouterConfig(ROUTER_MODES[card.router]) if card.router is not None else None,
+            runtime_config=_runtime_config(card),
+            custom_template_path=card.chat.template if card.model_input == "tokens" else None,
+            needs=[[_WORKER_TYPES[name] for name in group] for group in card.needs] or None,
+            skip_model_assets=card.model_input == "text",
+            lora_name=adapter,
+            base_model_path=None if adapter is None else card.directory,
+        )
 
     def publish(self, reading: Reading) -> None:
         """See `Endpoint.publish`."""
@@ -237,6 +260,8 @@ class DynamoEndpoint:
             await self._raw.register_endpoint_instance()
             if self._card is not None:
                 await self.register_model(self._card)
+                for adapter in sorted(self._adapters):
+                    await self._register(self._card, adapter)
 
 
 class DynamoRuntime:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from baton.engines.sglang.kv_events import RankEvents
-from baton.engines.sglang.readings import at_rank, load_of, published_at
+from baton.engines.sglang.readings import FrozenProcesses, at_rank, load_of, published_at
 from baton.errors import ConfigError
 from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot
 
@@ -34,6 +34,18 @@ def removed(names: list[int], medium: str = "GPU") -> dict[str, object]:
 
 def batch(*events: dict[str, object]) -> bytes:
     return msgspec.msgpack.encode([1.5, list(events), 0])
+
+
+def test_a_process_that_stays_stopped_counts_as_dead() -> None:
+    frozen = FrozenProcesses()
+    assert frozen.problem(7, "S", 0.0) is None
+    assert frozen.problem(7, "T", 1.0) is None
+    assert frozen.problem(7, "R", 9.0) is None, "it was continued"
+    assert frozen.problem(7, "T", 10.0) is None
+    assert frozen.problem(8, "T", 19.0) is None, "each process has a clock of its own"
+    assert frozen.problem(7, "T", 20.0) == "has been stopped for 10 s"
+    for state in ("", "Z", "X"):
+        assert frozen.problem(9, state, 0.0) == "has died"
 
 
 def test_d18_load_is_in_blocks() -> None:

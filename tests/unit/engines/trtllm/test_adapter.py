@@ -377,6 +377,7 @@ def test_adapters_are_loaded_used_and_unloaded_by_name(tmp_path: Path) -> None:
         async with started(make("1.3.0rc22", World(), lora)) as session:
             engine = session.engine
             assert engine.capabilities.lora
+            assert session.info.adapters == ("given",)
             assert (await engine.execute(ListLoras())).adapters == ("given",)
             loaded = await engine.execute(LoadLora(name="mine", path=str(tmp_path / "mine")))
             assert loaded.adapters == ("given", "mine")
