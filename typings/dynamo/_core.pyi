@@ -107,6 +107,7 @@ class ModelRuntimeConfig:
     context_length: int | None
     total_kv_blocks: int | None
     max_num_seqs: int | None
+    max_num_batched_tokens: int | None
     data_parallel_size: int
     kv_event_publishing_enabled: bool | None
     enable_local_indexer: bool | None

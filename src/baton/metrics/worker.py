@@ -71,9 +71,13 @@ class WorkerMetrics:
         )
         self.in_flight = Gauge("baton_in_flight", "Requests inside the gate", registry=self.registry)
         self.healthy = Gauge("baton_healthy", "1 while canary and watchdog find no fault", registry=self.registry)
-        self._running = Gauge("baton_engine_running", "Requests running in the engine", registry=self.registry)
-        self._waiting = Gauge("baton_engine_waiting", "Requests waiting in the engine", registry=self.registry)
-        self._blocks = Gauge("baton_engine_blocks", "KV blocks by use", ["use"], registry=self.registry)
+        self.model_load_seconds = Gauge(
+            "baton_model_load_seconds", "Seconds that the engine took to load the model", registry=self.registry
+        )
+        rank = ["dp_rank"]
+        self._running = Gauge("baton_engine_running", "Requests running in the engine", rank, registry=self.registry)
+        self._waiting = Gauge("baton_engine_waiting", "Requests waiting in the engine", rank, registry=self.registry)
+        self._blocks = Gauge("baton_engine_blocks", "KV blocks by use", ["use", *rank], registry=self.registry)
         self._commands = Counter(
             "baton_commands",
             "Commands of operators, by outcome",
@@ -87,7 +91,6 @@ class WorkerMetrics:
             buckets=_COMMAND_SECONDS,
             registry=self.registry,
         )
-        self._loads: dict[int, LoadSnapshot] = {}
         self._by_state = {
             (name, state): self._requests.labels(name, state.value) for name in (role, "canary") for state in TERMINAL
         }
@@ -123,13 +126,12 @@ class WorkerMetrics:
         )
 
     def load(self, snapshot: LoadSnapshot) -> None:
-        """Show the engine's load, summed over its data-parallel ranks."""
-        self._loads[snapshot.dp_rank] = snapshot
-        loads = self._loads.values()
-        self._running.set(sum(load.running for load in loads))
-        self._waiting.set(sum(load.waiting for load in loads))
-        self._blocks.labels("used").set(sum(load.used_blocks for load in loads))
-        self._blocks.labels("free").set(sum(load.total_blocks - load.used_blocks for load in loads))
+        """Show the load of one data-parallel rank of the engine."""
+        rank = snapshot.dp_rank
+        self._running.labels(rank).set(snapshot.running)
+        self._waiting.labels(rank).set(snapshot.waiting)
+        self._blocks.labels("used", rank).set(snapshot.used_blocks)
+        self._blocks.labels("free", rank).set(snapshot.total_blocks - snapshot.used_blocks)
 
     def count_command(self, command: str, outcome: str, seconds: float) -> None:
         """Count an operator's command."""

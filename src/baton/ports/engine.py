@@ -68,7 +68,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine serves, and its limits.
 
-    A prompt has at most `max_prompt_tokens`, where that is less than the context. `vocab_size` is None if the engine
+    A step computes at most `max_batch_tokens`. A prompt has at most `max_prompt_tokens`, where that is less than the
+    context. `vocab_size` is None if the engine
     cannot tell. `reasoning_end_token` ends the reasoning of a model that reasons. Vectors have `embedding_size`
     numbers, and can be shortened to any number in `embedding_dimensions`. `handoff_host` and `handoff_port` are the
     bootstrap address of an engine that moves KV by itself; `kv` is the KV cache of one that does not. An engine that is
@@ -82,6 +83,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     total_blocks: int
     max_running: int
+    max_batch_tokens: int | None = None
     max_prompt_tokens: int | None = None
     vocab_size: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -80,6 +80,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     total_blocks: int
     max_running: int
+    max_batch_tokens: int | None = None
     handoff_host: str | None = None
     handoff_port: int | None = None
     kv_events: bool = False

@@ -33,6 +33,7 @@ from baton.ports.transfer import KvShape
 from baton.protocol.codec import decode_request, encode_chunk
 from baton.protocol.embeddings import decode_embed, encode_embeddings
 from baton.protocol.text import decode_text, encode_text
+from baton.protocol.wrapped import decode_prefill_request
 from baton.request.tracker import RequestTracker
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def announce(role: str, context: RoleContext, role_service: RoleService) -> Mode
         block_size=info.block_size,
         total_blocks=info.total_blocks,
         max_running=info.max_running,
+        max_batch_tokens=info.max_batch_tokens,
         handoff_host=host,
         handoff_port=port,
         # A router matches prefixes by tokens, and has none where the worker tokenises. It routes to decode workers by
@@ -312,7 +314,7 @@ async def _prefill(context: RoleContext) -> RoleService:
     media_input = MediaInput(_media_loader(context), consumer)
     handler = PrefillHandler(_generating(context), context.info, context.tracker, producer, media_input)
     return RoleService(
-        Service(handler.generate, decode_request, encode_chunk),
+        Service(handler.generate, decode_prefill_request, encode_chunk),
         _local_probe(context),
         _shape(context.info),
         producer=producer,

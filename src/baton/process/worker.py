@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
@@ -145,11 +146,17 @@ class Worker:
 
     # Called by the process skeleton
 
+    async def _start_engine(self) -> EngineInfo:
+        began = time.monotonic()
+        info = await self._engine.start()
+        self.observed.model_load_seconds.set(time.monotonic() - began)
+        return info
+
     async def start(self) -> None:
         """See `ServiceSteps.start`."""
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
-                info = await self._engine.start()
+                info = await self._start_engine()
                 if info.leader or info.group is not None:
                     await self._runtime.start()
                 if info.leader:

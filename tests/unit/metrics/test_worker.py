@@ -97,21 +97,21 @@ def test_probes_do_not_count_as_the_work_of_clients() -> None:
 def test_the_load_of_the_engine_is_shown() -> None:
     metrics = WorkerMetrics("aggregated")
     metrics.load(LoadSnapshot(running=3, waiting=2, used_blocks=10, total_blocks=64))
-    assert value(metrics, "baton_engine_running") == 3
-    assert value(metrics, "baton_engine_waiting") == 2
-    assert value(metrics, "baton_engine_blocks", "used") == 10
-    assert value(metrics, "baton_engine_blocks", "free") == 54
+    assert value(metrics, "baton_engine_running", "0") == 3
+    assert value(metrics, "baton_engine_waiting", "0") == 2
+    assert value(metrics, "baton_engine_blocks", "used", "0") == 10
+    assert value(metrics, "baton_engine_blocks", "free", "0") == 54
 
 
-def test_the_load_of_several_ranks_is_added_up() -> None:
+def test_the_load_is_shown_by_rank() -> None:
     metrics = WorkerMetrics("aggregated")
     metrics.load(LoadSnapshot(running=3, waiting=2, used_blocks=10, total_blocks=64))
     metrics.load(LoadSnapshot(running=1, waiting=0, used_blocks=4, total_blocks=64, dp_rank=1))
     metrics.load(LoadSnapshot(running=2, waiting=1, used_blocks=8, total_blocks=64))
-    assert value(metrics, "baton_engine_running") == 3
-    assert value(metrics, "baton_engine_waiting") == 1
-    assert value(metrics, "baton_engine_blocks", "used") == 12
-    assert value(metrics, "baton_engine_blocks", "free") == 116
+    assert [value(metrics, "baton_engine_running", rank) for rank in ("0", "1")] == [2, 1]
+    assert [value(metrics, "baton_engine_waiting", rank) for rank in ("0", "1")] == [1, 0]
+    assert [value(metrics, "baton_engine_blocks", "used", rank) for rank in ("0", "1")] == [8, 4]
+    assert [value(metrics, "baton_engine_blocks", "free", rank) for rank in ("0", "1")] == [56, 60]
 
 
 def test_commands_are_counted_by_name_and_outcome() -> None:

@@ -119,6 +119,7 @@ def engine_info(
         block_size=facts.page_size,
         total_blocks=max(1, facts.total_tokens // facts.page_size),
         max_running=facts.max_running,
+        max_batch_tokens=facts.values.get("max_prefill_tokens"),
         max_prompt_tokens=facts.max_prompt_tokens,
         vocab_size=facts.vocab_size or None,
         eos_token_ids=facts.eos_token_ids,

@@ -209,6 +209,7 @@ class TorchEngine:
             block_size=runner.block,
             total_blocks=runner.blocks,
             max_running=self._options.max_running,
+            max_batch_tokens=self._options.batch_tokens,
             vocab_size=runner.config.vocab,
             eos_token_ids=eos_token_ids,
             reasoning_end_token=reasoning_end_token(self._directory),

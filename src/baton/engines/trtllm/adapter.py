@@ -20,6 +20,7 @@ from baton.engines.trtllm.library_types import Llm, Result
 from baton.engines.trtllm.lifecycle import Lifecycle, Timeouts, load_library
 from baton.engines.trtllm.llm_args import (
     DEFAULT_BATCH,
+    DEFAULT_STEP_TOKENS,
     KV_TIMEOUT_MS,
     RequestType,
     dp_size,
@@ -146,6 +147,7 @@ class TrtllmEngine:
             block_size=block_size,
             total_blocks=blocks,
             max_running=number(self._tree, "max_batch_size", DEFAULT_BATCH) * dp_size(self._tree),
+            max_batch_tokens=number(self._tree, "max_num_tokens", DEFAULT_STEP_TOKENS),
             vocab_size=config.vocab_size,
             eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *defaults.eos_token_ids))),
             reasoning_end_token=reasoning_end_token(self._model_dir),

@@ -251,7 +251,7 @@ def test_a_follower_is_healthy_and_not_in_discovery() -> None:
         assert (health.status, health.body["state"]) == (200, "serving")
         assert (await harness.http("GET", "/live")).status == 200
         await asyncio.sleep(0.01)
-        assert "baton_engine_running 2.0" in (await harness.http("GET", "/metrics")).body
+        assert 'baton_engine_running{dp_rank="0"} 2.0' in (await harness.http("GET", "/metrics")).body
         assert "leader" in await harness.refused("pause", None, 501, "unsupported")
         harness.stop.set()
         await harness.running
