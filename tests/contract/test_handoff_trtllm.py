@@ -63,7 +63,7 @@ async def session(
 async def pair(version: str, world: World, *more: str) -> AsyncIterator[tuple[Session, Session]]:
     async with (
         session(version, world, "context_only", *more) as prefill,
-        session(version, world, "generation_only") as decode,
+        session(version, world, "generation_only", *more) as decode,
     ):
         yield prefill, decode
 
@@ -108,6 +108,27 @@ def test_prefill_and_decode_generate_the_same_tokens_as_one_engine(version: str)
                 assert answer.tokens == alone.tokens
             await decode.as_at_the_start(5)
             await eventually(lambda: not prefill.busy())
+
+    run_bounded(body())
+
+
+def test_the_python_transceiver_hands_kv_off_by_endpoint_and_id(version: str) -> None:
+    if version == "1.2.1":
+        pytest.skip("it has the C++ transceiver only")
+
+    async def body() -> None:
+        runtime = "--cache_transceiver_config.transceiver_runtime=PYTHON"
+        async with pair(version, World(), runtime) as (prefill, decode), session(version, World()) as whole:
+            alone = await read_to_the_end(whole.engine.submit(work(PROMPT)))
+            result = await produce(prefill)
+            params = result.disaggregated_params
+            assert "opaque_state" not in params
+            assert {"ctx_info_endpoint", "ctx_dp_rank", "disagg_request_id"} <= params.keys()
+            answer = await read_to_the_end(decode.engine.submit(work(PROMPT, 12, Consume(source=result))))
+            assert answer.tokens == alone.tokens
+            nowhere = {key: value for key, value in params.items() if key != "ctx_info_endpoint"}
+            with pytest.raises(InvalidRequest, match="opaque_state or ctx_info_endpoint"):
+                decode.engine.submit(work(PROMPT, 4, Consume(source=PrefillResult(disaggregated_params=nowhere))))
 
     run_bounded(body())
 
