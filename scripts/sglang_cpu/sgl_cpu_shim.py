@@ -6,7 +6,6 @@ for the engine makes processes of its own.
 | torchvision | its CUDA library can be loaded | the two operators it looks for get a schema |
 | nixl | KV is in GPU memory | that name means plain memory |
 | sglang, mooncake | page indices can be pinned for a copy to the GPU | the plain way is taken |
-| sglang 0.5.21, paged allocator | triton | the same in torch, which later versions have themselves |
 | sglang, LoRA | small tables can be pinned for a copy to the GPU | they are not |
 | sglang, torch attention | who pads batches on a CPU, as attention over ranks does, has AMX | it pads as on a GPU |
 | sglang, expert records | every device has a cache to empty | a CPU has none, and that is no error |
@@ -41,32 +40,6 @@ def _after_nixl(module: Any) -> None:
 
 def _after_mooncake(module: Any) -> None:
     module.MooncakeKVSender.supports_host_tensor_indices = False
-
-
-def _after_paged_allocator(module: Any) -> None:
-    if hasattr(module, "alloc_decode_naive"):
-        return
-    import torch
-
-    class Extend:
-        def __getitem__(self, grid: object) -> Callable[..., None]:
-            def extend(before: Any, after: Any, last: Any, free: Any, out: Any, _: int, page: int, *__: Any) -> None:
-                module.alloc_extend_naive(before, after, last, free, out, page, out.device)
-
-            return extend
-
-    class Decode:
-        def __getitem__(self, grid: object) -> Callable[..., None]:
-            def decode(lengths: Any, last: Any, free: Any, out: Any, _: int, page: int, *__: Any) -> None:
-                fresh = (lengths - 1) % page == 0
-                counts = fresh.to(torch.int64)
-                place = (torch.cumsum(counts, 0) - counts).clamp_(max=max(free.numel() - 1, 0))
-                first = free[place] * page if free.numel() else last
-                out.copy_(torch.where(fresh, first, last + 1))
-
-            return decode
-
-    module.alloc_extend_kernel, module.alloc_decode_kernel = Extend(), Decode()
 
 
 def _before_lora() -> None:
@@ -106,7 +79,6 @@ _after: dict[str, Callable[[Any], None]] = {
     "sglang.srt.disaggregation.mooncake.conn": _after_mooncake,
     "sglang.srt.eplb.expert_distribution": _after_expert_records,
     "sglang.srt.layers.attention.torch_native_backend": _after_torch_attention,
-    "sglang.srt.mem_cache.allocator.paged": _after_paged_allocator,
 }
 
 

@@ -102,7 +102,7 @@ class PeerLost(BatonError):
 
 
 class EngineFailed(BatonError):
-    """The engine failed this request and continues to serve others."""
+    """The engine failed this request and serves others, or died with this request alone in it. It does not move."""
 
     code = "engine_failed"
     status = 500

@@ -22,13 +22,15 @@ from baton.engines.trtllm.params import Model
 from baton.errors import Cancelled, InvalidRequest, PeerLost, Unsupported
 from baton.models.defaults import SamplingDefaults
 from baton.ports.engine import HandoffStyle, Work
+from baton.protocol.codec import encode_chunk
 from baton.protocol.handoff import Bootstrap, Consume, LocalProbe, PrefillResult, Produce
 from baton.protocol.ids import new_request_id
-from baton.protocol.outputs import Finished, FinishReason, HandoffReady, TokenDelta
-from baton.protocol.requests import OutputOptions, Sampling, StopConditions
+from baton.protocol.outputs import Finished, FinishReason, HandoffReady, TokenDelta, Usage
+from baton.protocol.requests import GenerateRequest, OutputOptions, Sampling, StopConditions
 from baton.testing import eventually, run_bounded, running
 from baton.testing.engine_session import Session, read_to_the_end
 from tests.doubles.trtllm import World, make_library
+from tests.unit.handlers.handoff_fakes import Harness
 
 VERSIONS = ["1.2.1", "1.3.0rc22", "1.3.0rc25"]
 ARGUMENTS = (
@@ -63,7 +65,7 @@ async def session(
 async def pair(version: str, world: World, *more: str) -> AsyncIterator[tuple[Session, Session]]:
     async with (
         session(version, world, "context_only", *more) as prefill,
-        session(version, world, "generation_only") as decode,
+        session(version, world, "generation_only", *more) as decode,
     ):
         yield prefill, decode
 
@@ -108,6 +110,47 @@ def test_prefill_and_decode_generate_the_same_tokens_as_one_engine(version: str)
                 assert answer.tokens == alone.tokens
             await decode.as_at_the_start(5)
             await eventually(lambda: not prefill.busy())
+
+    run_bounded(body())
+
+
+def test_the_python_transceiver_hands_kv_off_by_endpoint_and_id(version: str) -> None:
+    if version == "1.2.1":
+        pytest.skip("it has the C++ transceiver only")
+
+    async def body() -> None:
+        runtime = "--cache_transceiver_config.transceiver_runtime=PYTHON"
+        async with pair(version, World(), runtime) as (prefill, decode), session(version, World()) as whole:
+            alone = await read_to_the_end(whole.engine.submit(work(PROMPT)))
+            result = await produce(prefill)
+            params = result.disaggregated_params
+            assert "opaque_state" not in params
+            assert {"ctx_info_endpoint", "ctx_dp_rank", "disagg_request_id"} <= params.keys()
+            answer = await read_to_the_end(decode.engine.submit(work(PROMPT, 12, Consume(source=result))))
+            assert answer.tokens == alone.tokens
+            nowhere = {key: value for key, value in params.items() if key != "ctx_info_endpoint"}
+            with pytest.raises(InvalidRequest, match="opaque_state or ctx_info_endpoint"):
+                decode.engine.submit(work(PROMPT, 4, Consume(source=PrefillResult(disaggregated_params=nowhere))))
+
+    run_bounded(body())
+
+
+def test_the_usage_of_a_decode_counts_what_the_prefill_had_cached(version: str) -> None:
+    async def body() -> None:
+        async with pair(version, World()) as (prefill, decode):
+            await produce(prefill)
+            stop, sampling = StopConditions(max_tokens=4, ignore_eos=True), Sampling(temperature=0.0)
+            request = GenerateRequest(token_ids=PROMPT, stop=stop, sampling=sampling)
+            there, here = Harness(prefill.engine, info=prefill.info), Harness(decode.engine, info=decode.info)
+            handed = [encode_chunk(chunk) async for chunk in there.prefill.generate(request, there.context)]
+            [params] = [chunk["disaggregated_params"] for chunk in handed if "disaggregated_params" in chunk]
+            details = handed[-1]["completion_usage"]["prompt_tokens_details"]
+            assert details == {"cached_tokens": 64}
+            result = PrefillResult(disaggregated_params=params, prompt_tokens_details=details)
+            consuming = msgspec.structs.replace(request, prefill_result=result)
+            chunks = [chunk async for chunk in here.decode.generate(consuming, here.context)]
+            assert chunks[-1].usage == Usage(len(PROMPT), 4, cached_tokens=64)
+            there.lease.end.set_result(None)
 
     run_bounded(body())
 

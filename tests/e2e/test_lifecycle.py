@@ -311,6 +311,7 @@ def test_a_request_that_the_engine_fails_harms_no_other(faulty: Serve) -> None:
     assert (status, json.loads(text)["message"]) == (400, "prompt: refused, as it asked to be")
     assert moves(readers, 200) == [0] * 4
     assert [faulty.worker(number).pid for number in range(2)] == pids
+    assert sum(faulty.ended("failed", number) for number in range(2)) == 2, "no other worker was tried"
     faulty.assert_quiet()
 
 
@@ -342,13 +343,10 @@ def seems_stuck(serve: Serve, worker: int) -> bool:
     return sent() == before
 
 
-@pytest.mark.parametrize("fault", ["[[stall]]", "[[die]]"])
-def test_a_request_that_breaks_the_engine_ends_in_an_error_that_can_be_retried(
-    start: Callable[..., Serve], fault: str
-) -> None:
+def test_a_request_that_stalls_the_engine_ends_in_an_error_that_can_be_retried(start: Callable[..., Serve]) -> None:
     serve = start(Serve, "--echo-faults", "--stall-timeout-s", "1", "--migrations", "0", workers=2)
     pids = {serve.worker(number).pid for number in range(2)}
-    status, text = serve.post(CHAT, body(f"{fault} please", 20))
+    status, text = serve.post(CHAT, body("[[stall]] please", 20))
     assert (status, json.loads(text)["code"]) == (503, 503)
     # The other worker serves all the time.
     for _ in range(20):
@@ -367,11 +365,17 @@ def test_a_stream_whose_engine_dies_ends_in_an_error(start: Callable[..., Serve]
     serve.stop()
 
 
-def test_the_system_comes_back_after_a_request_that_kills_every_worker_it_meets(start: Callable[..., Serve]) -> None:
+def test_a_request_that_kills_its_engine_is_not_moved_to_the_next(start: Callable[..., Serve]) -> None:
     serve = start(Serve, "--echo-faults", workers=2)
+    pids = {serve.worker(number).pid for number in range(2)}
     status, text = serve.post(CHAT, body("[[die]] please", 20))
-    assert (status, json.loads(text)["code"]) == (503, 503)
-    eventually(lambda: serve.post(CHAT, body("Hello", 4))[0] == 200, 30, "requests are served again")
+    assert (status, json.loads(text)["code"]) == (500, 500)
+    for _ in range(20):
+        assert serve.post(CHAT, body("Hello", 4))[0] == 200, "the other worker serves all the time"
+    eventually(lambda: len(pids & {serve.worker(number).pid for number in range(2)}) == 1, what="one is replaced")
+    for number in range(2):
+        eventually(lambda n=number: serve.health(n) == 200, 30, "both are healthy")
+    assert len(pids & {serve.worker(number).pid for number in range(2)}) == 1
     serve.stop()
 
 

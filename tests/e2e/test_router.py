@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 NEAR, FAR = 1, 2  # the workers of the pools, by their system ports
 ECHO: dict[str, Any] = {
     "mode": "aggregated",
-    "settings": {"engine": "echo", "echo": {"pace_ms": 5}, "tool_call_parser": "hermes"},
+    "settings": {"engine": "echo", "echo": {"pace_ms": 5, "faults": True}, "tool_call_parser": "hermes"},
     "retry": {"faster": True, "others": True},
     "aggregated": {
         "pools": [{"name": "near", "workers": {"count": 1}}, {"name": "far", "workers": {"count": 1}}],
@@ -117,6 +117,16 @@ def test_clients_see_the_model_once_and_reach_no_worker_but_through_the_router(e
         assert echo.post(CHAT, chat("hello"))[0] == 200
     assert sum(echo.decisions("aggregated").values()) == before + 20
     assert echo.ended("completed", NEAR) + echo.ended("completed", FAR) == ended + 20
+
+
+def test_a_request_that_its_engine_fails_is_tried_once(echo: Pooled) -> None:
+    def failed() -> list[float]:
+        return [echo.ended("failed", worker) for worker in (NEAR, FAR)]
+
+    before, decisions = failed(), sum(echo.decisions("aggregated").values())
+    assert echo.post(CHAT, chat("[[fail]] please"))[0] == 500
+    assert sum(failed()) == sum(before) + 1
+    assert sum(echo.decisions("aggregated").values()) == decisions + 1
 
 
 def test_d31_a_client_that_leaves_is_gone_from_the_engine_within_a_second_or_so(echo: Pooled) -> None:

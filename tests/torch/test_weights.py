@@ -20,7 +20,10 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from baton.errors import BatonError, EngineDead, EngineFailed, InvalidRequest  # noqa: E402
+from baton.engines.torch.loader import load_weights  # noqa: E402
+from baton.engines.torch.models.config import read_llama_config  # noqa: E402
+from baton.engines.torch.weights import gather  # noqa: E402
+from baton.errors import BatonError, ConfigError, EngineDead, EngineFailed, InvalidRequest  # noqa: E402
 from baton.protocol.commands import (  # noqa: E402
     Command,
     FromDisk,
@@ -228,16 +231,28 @@ def test_updated_weights_survive_a_release(model: Path, other: Path) -> None:
     run_bounded(body())
 
 
+def with_dtype(whole: bytes, name: str, dtype: str) -> bytes:
+    """Return a safetensors file whose header gives a tensor another type than its data has."""
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    header[name]["dtype"] = dtype
+    encoded = json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + whole[8 + length :]
+
+
 def broken_directories(model: Path, other: Path, new: Tensors, place: Path) -> dict[str, Path]:
     """Return broken directories, by the expected error message."""
     whole = (other / "model.safetensors").read_bytes()
     mutilated = {name: tensor for name, tensor in new.items() if name != "model.norm.weight"}
     contents: dict[str, bytes | Tensors] = {
-        "incomplete metadata": whole[: len(whole) // 2],
-        "header": b"\x10\0\0\0\0\0\0\0not json at all" + whole[30:],
+        "is cut off": whole[: len(whole) // 2],
+        "header cannot be read": b"\x10\0\0\0\0\0\0\0not json at all" + whole[30:],
         "model.norm.weight is missing": mutilated,
         "strange.weight is not a tensor": {**new, "strange.weight": torch.zeros(3)},
         r"has shape \[3\]": {**new, "model.norm.weight": torch.zeros(3)},
+        "file ends at byte": whole[:5],
+        "header would have": b"\xff" * 8 + whole[8:],
+        "do not fit its shape": with_dtype(whole, HEAD, "BF16"),
         "is of type I32": {**new, HEAD: new[HEAD].to(torch.int32)},
     }
     directories = {}
@@ -303,6 +318,61 @@ def test_a_segment_that_does_not_fit_changes_nothing(model: Path, new: Tensors) 
                     await assert_refused(here, changed, complaint, InvalidRequest)
 
     run_bounded(body())
+
+
+Parts = dict[str, "torch.Tensor"]
+
+
+@pytest.fixture
+def parts(model: Path) -> Parts:
+    return load_file(model / "model.safetensors")
+
+
+def equal(parts: Parts, tensors: Tensors) -> bool:
+    return all(torch.equal(parts[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(parts: Parts, other: Path, tmp_path: Path) -> None:
+    shutil.copy(other / "model.safetensors", tmp_path)
+    read: list[int] = []
+
+    def cut_off(done: int, total: int) -> None:
+        read.append(done)
+        os.truncate(tmp_path / "model.safetensors", 4096)
+
+    with pytest.raises(ConfigError, match="cannot be read: the file ends"):
+        load_weights(tmp_path, parts, cut_off)
+    assert read, "it was intact when reading began"
+
+
+def test_files_that_vanish_before_the_weights_are_replaced_do_no_harm(
+    model: Path, other: Path, new: Tensors, parts: Parts, tmp_path: Path
+) -> None:
+    before = {name: tensor.clone() for name, tensor in parts.items()}
+    shutil.copytree(other, tmp_path / "next", ignore=shutil.ignore_patterns("spill"))
+    replace = gather(FromDisk(path=str(tmp_path / "next")), parts, read_llama_config(model), None)
+    os.truncate(tmp_path / "next" / "model.safetensors", 4096)
+    assert equal(parts, before), "nothing is replaced before the function is called"
+    assert replace() == len(parts)
+    assert equal(parts, new)
+
+
+def test_a_segment_that_is_cut_off_before_the_weights_are_replaced_does_no_harm(
+    model: Path, new: Tensors, parts: Parts
+) -> None:
+    with segment(new) as source:
+        replace = gather(source, parts, read_llama_config(model), None)
+        os.truncate(f"/dev/shm/{source.segment}", 0)
+        assert replace() == len(new)
+    assert equal(parts, new)
+
+
+def test_weights_replaced_only_in_part_end_the_engine(model: Path, new: Tensors, parts: Parts) -> None:
+    replace = gather(inline(new), parts, read_llama_config(model), None)
+    last = parts[list(new)[-1]]
+    last.resize_(1)
+    with pytest.raises(EngineDead, match="only in part"):
+        replace()
 
 
 SENDER = """

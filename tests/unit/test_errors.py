@@ -82,3 +82,18 @@ def test_every_error_of_the_runtime_becomes_one_of_ours(error: type[Exception]) 
     ours = from_runtime(error("the reason"))
     assert isinstance(ours, BatonError)
     assert "the reason" in ours.message
+
+
+@pytest.mark.parametrize(
+    ("error", "retryable"),
+    [
+        (_core.CannotConnect("no route"), True),
+        (_core.RouterQueueLimitExceeded("full"), True),
+        (Exception("Unavailable: Worker disconnected before response stream was established"), True),
+        (ValueError("Unavailable: peer_lost: the reason"), True),
+        (ValueError("Internal: engine_failed: the reason"), False),
+        (ValueError("Internal: RuntimeError: a bug"), False),
+    ],
+)
+def test_only_what_the_request_did_not_cause_is_worth_a_retry(error: Exception, retryable: bool) -> None:
+    assert from_runtime(error).retryable is retryable

@@ -30,6 +30,7 @@ def refuse_unsupported(command: Command, can: Capabilities) -> None:
     """Raise Unsupported if a worker whose engine has these capabilities cannot execute `command`."""
     match command:
         case ReleaseMemory(tags=tags) | ResumeMemory(tags=tags):
+            _need_any(tags or can.memory_tags, "release its memory")
             for tag in tags:
                 _need(tag, can.memory_tags, "tags", "memory tag")
         case Pause(mode=mode):

@@ -136,9 +136,9 @@ def plan_command(state: WorkerState, command: Command, can: Capabilities) -> Pla
         case Continue():
             return _plan_continue(state, command)
         case ReleaseMemory(tags=tags):
-            return _plan_release(state, tags, can)
+            return _plan_release(state, tags or _all_tags(can), can)
         case ResumeMemory(tags=tags):
-            return _plan_resume(state, tags)
+            return _plan_resume(state, tags or _all_tags(can))
         case UpdateWeights() if WEIGHTS in state.released:
             raise Conflict("the weights are released; resume them before an update")
         case SetWeightVersion(version=version):
@@ -162,6 +162,10 @@ def _plan_continue(state: WorkerState, command: Continue) -> Plan:
     if state.released:
         return Plan(command, calls_engine=False, message=f"requests wait for {' and '.join(state.released)}")
     return Plan(command, settles=True)
+
+
+def _all_tags(can: Capabilities) -> tuple[str, ...]:
+    return tuple(sorted(can.memory_tags))
 
 
 def _plan_release(state: WorkerState, tags: tuple[str, ...], can: Capabilities) -> Plan:

@@ -10,7 +10,7 @@ from baton.handlers.admission import admit
 from baton.handlers.kv_handoff import ConsumeByEngine, ConsumeByImport, KvHandoff
 from baton.handlers.media import LoadedMedia, MediaInput
 from baton.handlers.relay import relay
-from baton.handlers.tickets import engine_params, ticket_of
+from baton.handlers.tickets import cached_tokens_of, engine_params, ticket_of
 from baton.ports.engine import EngineInfo, GenerateEngine, KvImportEngine
 from baton.ports.runtime import Context
 from baton.ports.transfer import Claim, Consumer
@@ -53,7 +53,7 @@ class DecodeHandler:
                 can = self._engine.capabilities
                 work = admit(request, tracked.request_id, self._info, can, context.trace_headers)
                 if ticket is not None:
-                    claim, handoff = self._claim(ticket, tracked)
+                    claim, handoff = self._claim(request, ticket, tracked)
                     source = await self._source(request, ticket, claim, tracked)
                     work = msgspec.structs.replace(work, handoff=Consume(source=source))
                 async with (
@@ -79,11 +79,11 @@ class DecodeHandler:
                 " start the prefill workers with --kv-handoff late"
             )
 
-    def _claim(self, ticket: Ticket, tracked: TrackedRequest) -> tuple[Claim, KvHandoff]:
+    def _claim(self, request: GenerateRequest, ticket: Ticket, tracked: TrackedRequest) -> tuple[Claim, KvHandoff]:
         importer = self._importer
         if importer is None:
             claim = self._consumer.claim(ticket, lambda: None, tracked.scope.fire)
-            return claim, ConsumeByEngine(claim)
+            return claim, ConsumeByEngine(claim, cached_tokens_of(request.prefill_result))
         claim = self._consumer.claim(ticket, lambda: importer.received(tracked.request_id), tracked.scope.fire)
         return claim, ConsumeByImport(claim)
 

@@ -160,10 +160,14 @@ class ConsumeByImport:
 
 
 class ConsumeByEngine:
-    """A KvHandoff into an engine that fetches KV itself: the claim carries the confirmation, and each side's errors."""
+    """A KvHandoff into an engine that fetches KV itself: the claim carries the confirmation, and each side's errors.
 
-    def __init__(self, claim: Claim) -> None:
+    `cached_tokens` is what the prefill reported, if it has: the engine here cannot know what was computed there.
+    """
+
+    def __init__(self, claim: Claim, cached_tokens: int | None) -> None:
         self._claim = claim
+        self._cached_tokens = cached_tokens
 
     def begin(self) -> list[Chunk]:
         """See `KvHandoff.begin`: the room is claimed already."""
@@ -173,7 +177,12 @@ class ConsumeByEngine:
         """See `KvHandoff.filter`: the first output proves that the KV has been fetched."""
         if outputs:
             self._claim.taken()
-        return outputs
+        return outputs if self._cached_tokens is None else [self._with_cached_tokens(output) for output in outputs]
+
+    def _with_cached_tokens(self, output: Output) -> Output:
+        if not isinstance(output, Finished):
+            return output
+        return msgspec.structs.replace(output, cached_tokens=self._cached_tokens)
 
     async def end(self) -> None:
         """See `KvHandoff.end`."""

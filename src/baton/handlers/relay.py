@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
-from baton.errors import BatonError, EngineFailed
+from baton.errors import BatonError, EngineDead, EngineFailed
 from baton.handlers.kv_handoff import KvHandoff
 from baton.ports.engine import AbortableEngine, GenerateEngine, Work
 from baton.protocol.ids import RequestId
@@ -24,6 +24,13 @@ from baton.protocol.outputs import (
 from baton.request.tracker import RequestLimits, TrackedRequest
 
 log = logging.getLogger(__name__)
+
+
+class EngineKilled(EngineFailed):
+    """The engine died with this request alone in it, so the request is the likely cause and would kill the next engine
+    too. The worker ends as it does for EngineDead; to everyone else this is an EngineFailed, which does not move."""
+
+    scope = "worker"
 
 
 async def relay(
@@ -58,11 +65,21 @@ async def relay(
                 await answer.read_prompt_logprobs(outputs)
             for chunk in answer.push(outputs):
                 yield chunk
+    except EngineDead as error:
+        _blame_if_alone(tracked, error)
+        raise
     finally:
         finished = not answer.open_choices
         if handoff is not None or not finished:
             # A second cancellation ends the wait, not the clean-up.
             await asyncio.shield(_release(engine, work, limits, handoff, finished))
+
+
+def _blame_if_alone(tracked: TrackedRequest, death: EngineDead) -> None:
+    """Raise EngineKilled if the request was alone in its engine when that died, and nothing else ended it."""
+    in_engine = tracked.lifecycle.state in (State.SUBMITTED, State.STREAMING)
+    if in_engine and tracked.scope.error is None and tracked.gate.alone_when_engine_died():
+        raise EngineKilled(f"the engine died with this request alone in it: {death.message}") from death
 
 
 async def _release(

@@ -55,6 +55,13 @@ def engine_params(result: PrefillResult) -> PrefillResult:
     return msgspec.structs.replace(result, disaggregated_params=_read(result.disaggregated_params, _PREFILL).engine)
 
 
+def cached_tokens_of(result: PrefillResult | None) -> int | None:
+    """Return how many tokens of the prompt the prefill had cached, if it has reported that."""
+    details = result.prompt_tokens_details if result is not None else None
+    count = details.get("cached_tokens") if details is not None else None
+    return count if isinstance(count, int) else None
+
+
 def _read(raw: dict[str, object], place: str) -> _Params:
     try:
         return convert(raw, _Params)

@@ -6,20 +6,21 @@ import msgspec
 from msgspec import Meta
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
-Tags = Annotated[tuple[Name, ...], Meta(min_length=1)]
+Tags = tuple[Name, ...]
 Timeout = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, kw_only=True, tag="release_memory", forbid_unknown_fields=True):
-    """Release the memory of these tags to the machine. Requests wait until all of it is resumed."""
+    """Release the memory of these tags to the machine, without tags all of it. Requests wait until all of it is
+    resumed."""
 
-    tags: Tags
+    tags: Tags = ()
 
 
 class ResumeMemory(msgspec.Struct, frozen=True, kw_only=True, tag="resume_memory", forbid_unknown_fields=True):
-    """Allocate the memory of these tags again; several commands may each resume some of them."""
+    """Allocate the memory of these tags again, without tags all of it; several commands may each resume some."""
 
-    tags: Tags
+    tags: Tags = ()
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause", forbid_unknown_fields=True):

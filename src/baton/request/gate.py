@@ -22,6 +22,7 @@ class Gate:
         self.limit = limit
         self.state = GateState.OPEN
         self._scopes: set[CancelScope] = set()
+        self._engine_died = False
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -65,6 +66,14 @@ class Gate:
         """End every admitted request early with `error`."""
         for scope in tuple(self._scopes):
             scope.fire(error)
+
+    def alone_when_engine_died(self) -> bool:
+        """An admitted request has seen its engine die: return whether it is the first to see that, and alone.
+
+        The requests of a dead engine leave one after the other, so only the first can know how many there were.
+        """
+        first, self._engine_died = not self._engine_died, True
+        return first and len(self._scopes) == 1
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no request is in flight; return False if that takes longer than `timeout_s`."""

@@ -31,6 +31,7 @@ class TrackedRequest:
         "cached_tokens",
         "completion_tokens",
         "first_output_at",
+        "gate",
         "lifecycle",
         "prompt_tokens",
         "request_id",
@@ -38,7 +39,8 @@ class TrackedRequest:
         "started_at",
     )
 
-    def __init__(self, context: Context, prompt_tokens: int) -> None:
+    def __init__(self, context: Context, prompt_tokens: int, gate: Gate) -> None:
+        self.gate = gate
         self.request_id = new_request_id(context.id)
         self.scope = CancelScope()
         self.lifecycle = Lifecycle()
@@ -89,7 +91,7 @@ class RequestTracker:
 
         The cancel scope is armed (client, deadline) before the block runs. Raises Draining, Paused or Overloaded.
         """
-        tracked = TrackedRequest(context, prompt_tokens)
+        tracked = TrackedRequest(context, prompt_tokens, self.gate)
         error: BaseException | None = None
         try:
             self.gate.enter(tracked.scope)

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest
+from baton.errors import BatonError, EngineFailed, PeerLost
 from baton.ports.runtime import Context, Wire
 from baton.protocol.lifecycle import State
 from baton.request.cancel_scope import CancelScope
@@ -18,9 +18,6 @@ from baton.router.routing_table import RoleRouter, Route
 
 log = logging.getLogger(__name__)
 
-# These fail the same way in every pool, or the caller no longer needs the result.
-NOT_RETRIED = (InvalidRequest, Cancelled, DeadlineExceeded)
-
 
 class Forwarder:
     """Serves one role. `router` returns the role's router under the plan in force."""
@@ -31,7 +28,8 @@ class Forwarder:
         self._metrics = metrics
 
     async def generate(self, request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
-        """Yield the replies of the selected pool. A failure before the first output is retried in another pool.
+        """Yield the replies of the selected pool. A failure before the first output is retried in another pool if it is
+        one of the pool: a request that its engine fails would fail in every pool, and harm each.
 
         Raises the errors of `errors.py`. Closing the generator cancels the request in the pool.
         """
@@ -54,7 +52,7 @@ class Forwarder:
                     return
                 except BatonError as error:
                     tracked.scope.check()
-                    if attempt.has_output or isinstance(error, NOT_RETRIED):
+                    if attempt.has_output or not error.retryable:
                         raise
                     failure = error
                     self._metrics.retried(router.role, state.pool.name, error.code)
@@ -136,9 +134,9 @@ class _Attempt:
         self._tracked.lifecycle.advance(State.STREAMING)
 
     def require_output(self) -> None:
-        """Raise EngineFailed if the stream ended without a reply."""
+        """Raise PeerLost if the stream ended without a reply."""
         if not self.has_output:
-            raise EngineFailed("the pool ended the stream without output")
+            raise PeerLost("the pool ended the stream without output")
 
     def close(self) -> None:
         """Remove the request from the pool's counts. Called once, however the attempt ends."""

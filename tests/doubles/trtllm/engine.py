@@ -1,6 +1,7 @@
 """The double's engine: a thread that steps through its requests, with a queue, a batch, a cache and iteration stats."""
 
 import random
+import secrets
 import threading
 import time
 from collections import deque
@@ -41,7 +42,15 @@ class DoubleEngine:
     """The engine behind the double's LLM. `submit` and `cancel` are for any thread."""
 
     def __init__(
-        self, world: World, facts_13: bool, vocabulary: int, cache: BlockCache, batch: int, keep_s: float, make: Any
+        self,
+        world: World,
+        facts_13: bool,
+        vocabulary: int,
+        cache: BlockCache,
+        batch: int,
+        keep_s: float,
+        make: Any,
+        endpoint: str | None,
     ):
         self._world = world
         self._new = facts_13
@@ -50,6 +59,7 @@ class DoubleEngine:
         self._batch = batch
         self._keep_s = keep_s
         self._classes = make
+        self._endpoint = endpoint  # of the Python transceiver, where decodes ask for KV by its id
         self._queue: deque[_Request] = deque()
         self._active: list[_Request] = []
         self._offered: list[_Request] = []
@@ -190,7 +200,7 @@ class DoubleEngine:
     def _begin(self, request: _Request) -> bool:
         seed = request.sampling.seed
         if request.kind == "generation_only":
-            kv = self._world.claim_kv(request.params.opaque_state)
+            kv = self._world.claim_kv(_key(request.params))
             fits = kv is not None and kv.prompt_tokens == len(request.prompt)
             if kv is None or not fits or request.params.first_gen_tokens != [kv.first]:
                 error = self._classes.request_error("the KV of the context phase cannot be fetched")
@@ -254,9 +264,12 @@ class DoubleEngine:
         state = after_all(START, request.prompt)
         if response.reason == "length":
             response.reason = "not_finished"
-        request.kv_key = self._world.offer_kv(state, len(request.prompt), token, self._keep_s)
         logprobs = [response.logprobs[0]] if response.logprobs else None
-        response.params = self._classes.handoff_params(request, request.kv_key, token, logprobs)
+        state_key = None if self._endpoint is not None else secrets.token_bytes(24)
+        params = self._classes.handoff_params(request, state_key, self._endpoint, token, logprobs)
+        request.kv_key = _key(params)
+        self._world.offer_kv(request.kv_key, state, len(request.prompt), token, self._keep_s)
+        response.params = params
 
     def _free_claimed(self) -> None:
         for request in [
@@ -283,3 +296,10 @@ class DoubleEngine:
         }
         self.stats.append(stat)
         self._changed.notify_all()
+
+
+def _key(params: Any) -> bytes:
+    """Return how KV is found: by the C++ transceiver's state, or at the Python one's endpoint, rank and id."""
+    if params.opaque_state is not None:
+        return bytes(params.opaque_state)
+    return f"{params.ctx_info_endpoint} {params.ctx_dp_rank} {params.disagg_request_id}".encode()

@@ -54,7 +54,9 @@ class _Classes:
         """Return what a dead engine raises."""
         return EngineDeadError("killed") if self.new else RuntimeError("MPI worker died")
 
-    def handoff_params(self, request: Any, key: bytes, token: int, logprobs: list[Any] | None) -> object:
+    def handoff_params(
+        self, request: Any, key: bytes | None, endpoint: str | None, token: int, logprobs: list[Any] | None
+    ) -> object:
         """Return the parameters that a prefill returns for the decode."""
         fields: dict[str, object] = {
             "request_type": "context_only",
@@ -67,6 +69,7 @@ class _Classes:
                 "disagg_request_id": request.params.disagg_request_id,
                 "first_gen_log_probs": logprobs,
                 "ctx_dp_rank": 0,
+                "ctx_info_endpoint": endpoint,
             }
         return self.disaggregated(**fields)
 
@@ -136,6 +139,7 @@ class _LlmState:
             arguments.get("max_batch_size", 2048),
             (keep_ms or 1e9) / 1000,
             classes,
+            _endpoint(transceiver) if classes.new else None,
         )
         self._executor: Bound | None = Bound(
             _Executor(self._engine), classes.facts, "executor.executor.GenerationExecutor"
@@ -209,6 +213,16 @@ class _LlmState:
             self._world.poll_errors -= 1
             raise RuntimeError("the RPC has failed")
         return self._engine.wait_for(items, timeout)
+
+
+def _endpoint(transceiver: Any) -> str | None:
+    """Return where the Python transceiver of one engine is asked for KV; None with the C++ one."""
+    if transceiver is None or transceiver.transceiver_runtime != "PYTHON":
+        return None
+    return f"tcp://127.0.0.1:{next(_PORTS)}"
+
+
+_PORTS = itertools.count(20000)
 
 
 class _Field:

@@ -81,12 +81,10 @@ class World:
         with self._lock:
             return sum(not shared.dropped for shared in self._shared.values())
 
-    def offer_kv(self, state: int, prompt_tokens: int, first: int, keep_s: float) -> bytes:
-        """Keep the KV of a prompt; return its key."""
-        key = secrets.token_bytes(24)
+    def offer_kv(self, key: bytes, state: int, prompt_tokens: int, first: int, keep_s: float) -> None:
+        """Keep the KV of a prompt under `key`."""
         with self._lock:
             self._offered[key] = OfferedKv(state, prompt_tokens, first, time.monotonic() + keep_s)
-        return key
 
     def claim_kv(self, key: bytes | None) -> OfferedKv | None:
         """Return the KV of `key`, once; None if there is none."""

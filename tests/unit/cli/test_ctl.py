@@ -40,6 +40,7 @@ def sent(harness: WorkerHarness) -> Command:
     [
         (("memory/release", "--tags", "kv_cache,weights"), ReleaseMemory(tags=("kv_cache", "weights"))),
         (("memory/release", "--tags=weights"), ReleaseMemory(tags=("weights",))),
+        (("memory/release",), ReleaseMemory(tags=("kv_cache", "weights"))),
         (("pause",), Pause()),
         (("/pause", "--mode", "retract"), Pause(mode="retract")),
         (("weights/update", UPDATE), UpdateWeights(source=FromDisk(path="/m"), version="v2")),
@@ -98,7 +99,6 @@ def test_a_worker_is_named_by_port_address_or_url(form: str) -> None:
         (("pause", "--mode", "softly"), "softly"),
         (("pause", "{not json"), "JSON"),
         (("pause", '{"mood": 1}'), "mood"),
-        (("memory/release",), "tags"),
         (("profile/start", "--directory", "/p", "--steps", "many"), "steps"),
         (("weights/update", "--source", "disk", "--version", "1"), "not JSON"),
         (("status", "--mode", "keep"), "no fields"),

@@ -189,6 +189,34 @@ def test_continue_without_a_pause_does_not_call_the_engine() -> None:
 # Memory
 
 
+@pytest.mark.parametrize("body", [None, {}, {"tags": []}])
+def test_memory_commands_without_tags_mean_all_of_them(body: object) -> None:
+    async def main() -> None:
+        async with running_worker(*[DONE] * 6) as harness:
+            assert (await harness.ok("memory/release", body))["released"] == ["kv_cache", "weights"]
+            assert "nothing to do" in (await harness.ok("memory/release", body))["message"]
+            assert not harness.serves()
+            await harness.ok("memory/resume", {"tags": ["weights"]})
+            assert (await harness.ok("memory/resume", body))["released"] == []
+            assert harness.serves()
+            assert harness.engine.commands[1:4] == [
+                ReleaseMemory(tags=("kv_cache", "weights")),
+                ResumeMemory(tags=("weights",)),
+                ResumeMemory(tags=("kv_cache",)),
+            ]
+
+    run_bounded(main())
+
+
+def test_memory_commands_without_tags_are_refused_by_an_engine_that_releases_none() -> None:
+    async def main() -> None:
+        async with running_worker(can=Capabilities()) as harness:
+            for path in ("memory/release", "memory/resume"):
+                await harness.refused(path, {}, 501, "unsupported")
+
+    run_bounded(main())
+
+
 def test_d13_staged_resume_registers_only_with_the_last_tag() -> None:
     async def main() -> None:
         async with running_worker(*[DONE] * 6) as harness:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,7 @@ from baton.protocol.lifecycle import State
 from baton.protocol.outputs import KvComputed, KvWanted
 from baton.request.gate import Gate
 from baton.request.tracker import RequestLimits, RequestTracker
-from baton.testing import RecordingObserver, ScriptedEngine
+from baton.testing import RecordingObserver
 from baton.testing.fakes import SCRIPTED_INFO
 from baton.testing.memory_runtime import MemoryContext
 
@@ -135,11 +136,11 @@ class FakeConsumer:
 
 
 class Harness:
-    """Handlers of both roles around a scripted engine, without a runtime and without a network."""
+    """Handlers of both roles around an engine, scripted mostly, without a runtime and without a network."""
 
     def __init__(
         self,
-        engine: ScriptedEngine,
+        engine: Any,
         producer: FakeProducer | None = None,
         request_timeout_s: float = 60.0,
         limit: int = 8,

@@ -11,7 +11,7 @@ from baton.handlers.tickets import params_of
 from baton.ports.engine import Capabilities, HandoffStyle
 from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Produce, Ticket
 from baton.protocol.lifecycle import State
-from baton.protocol.outputs import Chunk, Finished, FinishReason, HandoffReady, TokenDelta
+from baton.protocol.outputs import Chunk, Finished, FinishReason, HandoffReady, TokenDelta, Usage
 from baton.protocol.requests import GenerateRequest, Routing, StopConditions
 from baton.testing import ScriptedEngine, eventually, run_bounded
 from baton.testing.fakes import SCRIPTED_INFO, Script
@@ -211,6 +211,21 @@ def test_a_late_decode_passes_its_engine_the_prefill_engines_parameters() -> Non
         assert harness.consumer.tickets == [TICKET]
         assert harness.claim.was_taken == 1
         assert chunks[-1].finish_reason is FinishReason.LENGTH
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(
+    ("details", "expected"),
+    [({"cached_tokens": 2}, 2), ({"cached_tokens": 0}, 0), (None, 1), ({}, 1), ({"cached_tokens": None}, 1)],
+)
+def test_a_late_decode_counts_what_the_prefill_had_cached(details: dict[str, object] | None, expected: int) -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine([TokenDelta([9]), Finished(FinishReason.LENGTH, cached_tokens=1)]), info=LATE)
+        result = PrefillResult(disaggregated_params=params_of(TICKET, OPAQUE), prompt_tokens_details=details)
+        asked = msgspec.structs.replace(request(None), prefill_result=result)
+        chunks = await collect(harness.decode.generate(asked, harness.context))
+        assert chunks[-1].usage == Usage(3, 1, cached_tokens=expected)
 
     run_bounded(body())
 

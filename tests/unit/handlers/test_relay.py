@@ -36,7 +36,7 @@ from baton.request.gate import Gate
 from baton.request.tracker import RequestLimits, RequestTracker
 from baton.runtimes.dynamo.errors import to_runtime
 from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded
-from baton.testing.fakes import SCRIPTED_INFO
+from baton.testing.fakes import SCRIPTED_INFO, Script
 from baton.testing.memory_runtime import MemoryContext
 
 END = Finished(FinishReason.LENGTH, cached_tokens=16)
@@ -322,14 +322,51 @@ def test_an_engine_error_is_raised_after_the_tokens_before_it() -> None:
     run_bounded(body())
 
 
-@pytest.mark.parametrize("script", [EngineDead("dead"), [EngineDead("dead")], [TokenDelta([1]), EngineDead("dead")]])
-def test_a_dead_engine_reaches_the_worker(script: object) -> None:
+def test_a_dead_engine_reaches_the_worker() -> None:
     async def body() -> None:
-        harness = Harness(ScriptedEngine(script))  # type: ignore[arg-type]
+        harness = Harness(ScriptedEngine(EngineDead("dead")))
         with pytest.raises(EngineDead):
             await harness.chunks()
         assert [error.code for error in harness.fatal] == ["engine_dead"]
         assert harness.ended() == (State.FAILED, "engine_dead")
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("script", [[EngineDead("dead")], [TokenDelta([1]), EngineDead("dead")]])
+def test_a_request_that_was_alone_in_an_engine_that_died_does_not_move_and_ends_the_worker(script: Script) -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine(script))
+        with pytest.raises(EngineFailed, match="died with this request alone") as raised:
+            await harness.chunks()
+        assert not raised.value.retryable
+        assert [error.scope for error in harness.fatal] == ["worker"]
+        assert harness.ended() == (State.FAILED, "engine_failed")
+
+    run_bounded(body())
+
+
+def test_requests_that_shared_an_engine_that_died_all_move() -> None:
+    async def body() -> None:
+        death = asyncio.Event()
+        harness = Harness(ScriptedEngine([death, EngineDead("dead")]))
+        running = [asyncio.create_task(harness.chunks()) for _ in range(3)]
+        await eventually(lambda: len(harness.engine.submitted) == 3)
+        death.set()
+        errors = await asyncio.gather(*running, return_exceptions=True)
+        assert [type(error) for error in errors] == [EngineDead] * 3
+
+    run_bounded(body())
+
+
+def test_a_request_that_its_worker_ends_moves_even_if_it_is_alone() -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine([asyncio.Event()]))
+        running = asyncio.create_task(harness.chunks())
+        await eventually(lambda: len(harness.engine.submitted) == 1)
+        harness.gate.fire_all(EngineDead("discovery has lost this worker"))
+        with pytest.raises(EngineDead):
+            await running
 
     run_bounded(body())
 

@@ -168,6 +168,24 @@ def test_a_client_that_disconnects_frees_every_block() -> None:
 # Starting
 
 
+def test_a_worker_is_registered_only_after_its_first_probe() -> None:
+    async def body() -> None:
+        computed = asyncio.Event()
+        engine = ScriptedEngine([computed, TokenDelta([1]), Finished(FinishReason.LENGTH)])
+        harness = WorkerHarness(engine)
+        running = asyncio.create_task(harness.run())
+        await eventually(lambda: len(engine.submitted) == 1)
+        assert harness.endpoint.card is None
+        assert not harness.ready.is_set()
+        computed.set()
+        await harness.ready.wait()
+        assert harness.endpoint.card is not None
+        harness.stop.set()
+        await running
+
+    run_bounded(body())
+
+
 def test_a_worker_whose_first_probe_fails_is_never_registered() -> None:
     async def body() -> None:
         harness = WorkerHarness(ScriptedEngine([EngineFailed("broken")]))

@@ -10,6 +10,8 @@ from baton.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
+    Draining,
+    EngineDead,
     EngineFailed,
     InvalidRequest,
     Overloaded,
@@ -51,15 +53,14 @@ def test_grid_selects_a_pool_and_a_priority_overrides_it() -> None:
     run_bounded(body())
 
 
-@pytest.mark.parametrize("failure", [PeerLost("gone"), EngineFailed("no"), Overloaded("full"), ERROR_CHUNK])
-def test_d31_failure_before_the_first_output_is_retried_in_the_next_pool(failure: BatonError | Wire) -> None:
+@pytest.mark.parametrize("failure", [PeerLost("gone"), Overloaded("full"), Draining("leaving"), EngineDead("dead")])
+def test_d31_failure_before_the_first_output_is_retried_in_the_next_pool(failure: BatonError) -> None:
     async def body() -> None:
         fleet = await Fleet("fast", "slow").open()
         fleet.pools["slow"].replies = [failure]
         assert (await fleet.send(LONG))[-1] == LAST
         assert len(fleet.pools["fast"].requests) == 1
-        code = failure.code if isinstance(failure, BatonError) else "engine_failed"
-        assert fleet.metric("baton_router_retries_total", pool="slow", code=code) == 1
+        assert fleet.metric("baton_router_retries_total", pool="slow", code=failure.code) == 1
         assert fleet.metric("baton_router_decisions_total", pool="fast", reason="retry") == 1
         assert fleet.observer.records[-1].state is State.COMPLETED
 
@@ -90,14 +91,15 @@ def test_failure_after_the_first_output_is_not_retried(failure: BatonError | Wir
     run_bounded(body())
 
 
-@pytest.mark.parametrize("failure", [InvalidRequest("bad"), Cancelled("left")])
-def test_invalid_or_cancelled_request_is_not_retried(failure: BatonError) -> None:
+@pytest.mark.parametrize("failure", [InvalidRequest("bad"), Cancelled("left"), EngineFailed("no"), ERROR_CHUNK])
+def test_a_request_that_would_fail_in_every_pool_is_not_retried(failure: BatonError | Wire) -> None:
     async def body() -> None:
         fleet = await Fleet("fast", "slow").open()
         fleet.pools["slow"].replies = [failure]
-        with pytest.raises(type(failure)):
+        with pytest.raises(type(failure) if isinstance(failure, BatonError) else EngineFailed):
             await fleet.send(LONG)
         assert fleet.pools["fast"].requests == []
+        assert fleet.metric("baton_router_retries_total", pool="slow", code="engine_failed") == 0
 
     run_bounded(body())
 

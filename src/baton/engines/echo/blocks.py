@@ -16,7 +16,7 @@ BLOCK = 16
 class HeldBlocks(NamedTuple):
     """The blocks of one request: shareable prompt blocks, the first `cached` of them reused, and `own` others."""
 
-    hashes: list[int]
+    hashes: list[bytes]
     cached: int
     own: int
 
@@ -26,10 +26,10 @@ class BlockPool:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._held: dict[int, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._held: dict[bytes, int] = {}
+        self._cached: OrderedDict[bytes, None] = OrderedDict()
         self._own = 0
-        self.evicted: list[int] = []
+        self.evicted: list[bytes] = []
 
     @property
     def used(self) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from baton.config.engines import EchoOptions
+from baton.engine_kit.block_hash import event_hash
 from baton.engine_kit.kv_ledger import KvLedger
 from baton.engine_kit.output_stream import OutputStream
 from baton.engines.echo.blocks import BLOCK, BlockPool, HeldBlocks
@@ -342,14 +343,15 @@ class EchoEngine:
     def _publish_stored(self, work: Work, held: HeldBlocks) -> None:
         self._publish_evicted()
         first, stop = held.cached, len(held.hashes)
-        parent = held.hashes[first - 1] if first else None
+        parent = event_hash(held.hashes[first - 1]) if first else None
         tokens = work.token_ids[first * BLOCK : stop * BLOCK]
-        self._publish(self._kv_ledger.stored(held.hashes[first:], tokens, parent, cache_salt=work.cache_salt))
+        names = [event_hash(name) for name in held.hashes[first:]]
+        self._publish(self._kv_ledger.stored(names, tokens, parent, cache_salt=work.cache_salt))
 
     def _publish_evicted(self) -> None:
         evicted, self._pool.evicted = self._pool.evicted, []
         if evicted:
-            self._publish(self._kv_ledger.removed(evicted))
+            self._publish(self._kv_ledger.removed(map(event_hash, evicted)))
 
     def _publish(self, events: list[KvEvent]) -> None:
         for event in events:

@@ -3,22 +3,20 @@
 Its own way back reads the new files again, fails the same way, and takes the scheduler with it.
 """
 
-import json
 import math
-import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.engine_kit.shared_memory import map_segment
+from baton.engine_kit.safetensors_file import SafetensorsFile
+from baton.engine_kit.shared_memory import Segment, open_segment
 from baton.errors import ConfigError, InvalidRequest
-from baton.protocol.commands import FromSharedMemory, FromTensors, TensorSpec
+from baton.protocol.commands import FromSharedMemory, FromTensors, InlineTensor, SharedTensor, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MOST_HEADER = 100 * 2**20
 
 Shapes = Mapping[str, tuple[int, ...]]
 Named = "list[tuple[str, torch.Tensor]]"
@@ -28,7 +26,8 @@ def shapes_in(directory: Path) -> Shapes:
     """Return the tensors of the safetensors files in `directory`, by name. Raises ConfigError; reads headers only."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        shapes |= _header(path)
+        with SafetensorsFile(path) as file:
+            shapes |= {name: tensor.shape for name, tensor in file.tensors.items()}
     return shapes
 
 
@@ -61,9 +60,9 @@ def check_specs(specs: Sequence[TensorSpec], ours: Shapes) -> None:
 def tensors_of(source: FromTensors | FromSharedMemory) -> "list[tuple[str, torch.Tensor]]":
     """Return the tensors themselves. Raises InvalidRequest for bytes that do not fit."""
     if isinstance(source, FromTensors):
-        return [(spec.name, _tensor(spec, bytearray(spec.data), 0, exact=True)) for spec in source.tensors]
-    memory = map_segment(source.segment)
-    return [(spec.name, _tensor(spec, memory, spec.offset).clone()) for spec in source.tensors]
+        return [(spec.name, _inline(spec)) for spec in source.tensors]
+    with open_segment(source.segment) as segment:
+        return [(spec.name, _shared(spec, segment)) for spec in source.tensors]
 
 
 def _compare(theirs: Shapes, ours: Shapes, field: str) -> None:
@@ -76,27 +75,30 @@ def _compare(theirs: Shapes, ours: Shapes, field: str) -> None:
             raise InvalidRequest(f"{field}: {name} has the shape {list(shape)}, not {list(ours[name])}")
 
 
-def _header(path: Path) -> Shapes:
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > MOST_HEADER:
-                raise ConfigError(f"{path} is not a safetensors file")
-            header = json.loads(file.read(size))
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+def _inline(spec: InlineTensor) -> "torch.Tensor":
+    if len(spec.data) != _nbytes(spec):
+        raise InvalidRequest(f"tensors: {spec.name} needs {_nbytes(spec)} bytes; there are {len(spec.data)}")
+    return _tensor(spec, bytearray(spec.data))
 
 
-def _tensor(spec: TensorSpec, memory: "bytearray | mmap.mmap", offset: int, exact: bool = False) -> "torch.Tensor":
+def _shared(spec: SharedTensor, segment: Segment) -> "torch.Tensor":
+    if spec.offset + _nbytes(spec) > segment.nbytes:
+        raise InvalidRequest(
+            f"tensors: {spec.name} needs {_nbytes(spec)} bytes from {spec.offset} on; there are {segment.nbytes}"
+        )
+    if spec.offset % BYTES[spec.dtype]:
+        raise InvalidRequest(f"tensors: {spec.name} starts at {spec.offset}, which its type cannot")
+    return _tensor(spec, segment.read(spec.offset, _nbytes(spec)))
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * BYTES[spec.dtype]
+
+
+def _tensor(spec: TensorSpec, content: bytearray) -> "torch.Tensor":
     import torch
 
-    nbytes = math.prod(spec.shape) * BYTES[spec.dtype]
-    if offset + nbytes > len(memory) or (exact and nbytes != len(memory)):
-        raise InvalidRequest(f"tensors: {spec.name} needs {nbytes} bytes from {offset} on; there are {len(memory)}")
-    if offset % BYTES[spec.dtype]:
-        raise InvalidRequest(f"tensors: {spec.name} starts at {offset}, which its type cannot")
     dtype = getattr(torch, spec.dtype)
-    if nbytes == 0:
+    if not content:
         return torch.empty(spec.shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(spec.shape), offset=offset).view(spec.shape)
+    return torch.frombuffer(content, dtype=dtype).view(spec.shape)

@@ -10,6 +10,7 @@ A block is in one of three states:
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from baton.engine_kit.block_hash import event_hash
 from baton.engine_kit.kv_ledger import KvLedger
 from baton.protocol.events import KvEvent
 
@@ -23,8 +24,8 @@ class BlockPool:
         self.events: list[KvEvent] = []
         self._ledger = KvLedger(size)
         self._holders = [0] * total
-        self._hashes: list[int | None] = [None] * total
-        self._by_hash: dict[int, int] = {}
+        self._hashes: list[bytes | None] = [None] * total
+        self._by_hash: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
 
     @property
@@ -41,11 +42,11 @@ class BlockPool:
         """How many sequences hold `block`."""
         return self._holders[block]
 
-    def hash_of(self, block: int) -> int | None:
+    def hash_of(self, block: int) -> bytes | None:
         """The hash that `block` can be found by, if it has one."""
         return self._hashes[block]
 
-    def find(self, hashes: Sequence[int]) -> list[int]:
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest prefix of `hashes` that is in the cache."""
         blocks: list[int] = []
         for name in hashes:
@@ -72,7 +73,7 @@ class BlockPool:
         name = self._hashes[block]
         if name is not None:
             self._forget(block, name)
-            self.events += self._ledger.removed((name,))
+            self.events += self._ledger.removed((event_hash(name),))
         self._holders[block] = 1
         return block
 
@@ -86,7 +87,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def commit(
-        self, blocks: list[int], first: int, hashes: Sequence[int], token_ids: Sequence[int], salt: str | None = None
+        self, blocks: list[int], first: int, hashes: Sequence[bytes], token_ids: Sequence[int], salt: str | None = None
     ) -> None:
         """Give the blocks of a sequence their hashes, from block `first` on, as far as `hashes` go. They are full.
 
@@ -103,8 +104,10 @@ class BlockPool:
                 self.release((block,))
                 blocks[number] = known
         tokens = token_ids[first * self.size : len(hashes) * self.size]
-        parent = hashes[first - 1] if first else None
-        self.events += self._ledger.stored(hashes[first:], tokens, parent, cache_salt=salt)
+        parent = event_hash(hashes[first - 1]) if first else None
+        self.events += self._ledger.stored(
+            [event_hash(name) for name in hashes[first:]], tokens, parent, cache_salt=salt
+        )
 
     def clear(self) -> None:
         """Drop every hash. Blocks that are held stay held, and can no longer be found."""
@@ -112,6 +115,6 @@ class BlockPool:
             self._forget(block, name)
         self.events += self._ledger.cleared()
 
-    def _forget(self, block: int, name: int) -> None:
+    def _forget(self, block: int, name: bytes) -> None:
         del self._by_hash[name]
         self._hashes[block] = None

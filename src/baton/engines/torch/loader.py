@@ -1,51 +1,60 @@
-"""Loads weights from a model directory into existing tensors. Every name and shape is checked before any copy."""
+"""Loads weights from a model directory into existing tensors. Every name and shape is checked before any read."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
+from baton.engine_kit.safetensors_file import SafetensorsFile
 from baton.errors import ConfigError
 
 Report = Callable[[int, int], None]
 """Called with the bytes loaded so far and the total."""
 
 
-class _File(Protocol):
-    def keys(self) -> list[str]: ...
-    def get_slice(self, name: str) -> "_Slice": ...
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
-class _Slice(Protocol):
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
-
-
 def load_weights(directory: Path, parts: Mapping[str, Tensor], report: Report) -> None:
     """Fill `parts` from the safetensors files in `directory`; all or nothing for wrong names and shapes.
 
-    Raises ConfigError for missing, unknown, misshapen or unreadable tensors.
+    Raises ConfigError for missing, unknown, misshapen or unreadable tensors. A file that becomes unreadable meanwhile
+    leaves some parts filled.
     """
-    with ExitStack() as stack, _translated(directory):
-        files: list[_File] = [stack.enter_context(safe_open(path, framework="pt")) for path in _weight_files(directory)]
-        homes = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in homes.items()}
+    with ExitStack() as stack:
+        files = [stack.enter_context(SafetensorsFile(path)) for path in _weight_files(directory)]
+        homes = {name: file for file in files for name in file.tensors}
+        shapes = {name: file.tensors[name].shape for name, file in homes.items()}
         if problem := mismatch(parts, shapes):
             raise ConfigError(f"the weights in {directory} do not fit the model: {problem}")
         for name in parts:
-            if (dtype := homes[name].get_slice(name).get_dtype()) not in _TYPES:
-                raise ConfigError(f"{name} in {directory} is of type {dtype}; give the model in {', '.join(_TYPES)}")
+            _check_type(homes[name], name, directory)
         total = sum(part.nbytes for part in parts.values())
         done = 0
         for name, part in parts.items():
-            part.copy_(homes[name].get_tensor(name))
+            _read(homes[name], name, part)
             done += part.nbytes
             report(done, total)
+
+
+def _check_type(file: SafetensorsFile, name: str, directory: Path) -> None:
+    stored = file.tensors[name]
+    if stored.dtype not in _TYPES:
+        raise ConfigError(f"{name} in {directory} is of type {stored.dtype}; give the model in {', '.join(_TYPES)}")
+    if stored.nbytes != math.prod(stored.shape) * _TYPES[stored.dtype].itemsize:
+        raise ConfigError(f"{name} in {directory} has {stored.nbytes} bytes, which do not fit its shape")
+
+
+def _read(file: SafetensorsFile, name: str, part: Tensor) -> None:
+    stored = file.tensors[name]
+    dtype = _TYPES[stored.dtype]
+    in_place = part.device.type == "cpu" and part.dtype == dtype and part.is_contiguous()
+    target = part if in_place else torch.empty(stored.shape, dtype=dtype)
+    if target.numel():
+        file.read_into(name, target.flatten().view(torch.uint8).numpy().data)
+    if not in_place:
+        part.copy_(target)
 
 
 def mismatch(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> str | None:
@@ -60,7 +69,7 @@ def mismatch(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]],
     return f"{missing[0]} is missing, with {len(missing) - 1} others" if missing else None
 
 
-_TYPES = ("F32", "BF16", "F16")
+_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 # Old checkpoints have rotary tables, and tied ones a second copy of the embedding.
 _IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
@@ -80,11 +89,3 @@ def _weight_files(directory: Path) -> list[Path]:
     if not single.is_file():
         raise ConfigError(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
     return [single]
-
-
-@contextmanager
-def _translated(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ConfigError(f"cannot read the weights in {directory}: {error}") from error

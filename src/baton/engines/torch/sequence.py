@@ -68,7 +68,7 @@ class Sequence:
         self.tokens = list(work.token_ids)
         self.prompt_length = len(self.tokens)
         self.blocks: list[int] = []
-        self.hashes: list[int] = []
+        self.hashes: list[bytes] = []
         self.computed = 0
         self.committed = 0
         self.cached_tokens = self.prompt_length  # lowered when it is admitted and the cache is searched
@@ -99,7 +99,7 @@ class Sequence:
         """Whether the prompt still needs log-probabilities; later choices share those of the first."""
         return self.params.prompt_logprobs is not None and not self.index and not self.generated
 
-    def hashes_of_full_blocks(self, size: int) -> list[int]:
+    def hashes_of_full_blocks(self, size: int) -> list[bytes]:
         """Return the hashes of all full blocks of the tokens so far; known ones are not computed again."""
         hashes = self.hashes
         parent = hashes[-1] if hashes else root_hash(self.work.cache_salt)

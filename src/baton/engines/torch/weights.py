@@ -1,7 +1,6 @@
-"""New weights for a running model, from any source. Everything is checked before the first byte is replaced."""
+"""New weights for a running model, from any source. All of them are in this process before the first is replaced."""
 
 import math
-import mmap
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -13,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from baton.engine_kit.shared_memory import map_segment
+from baton.engine_kit.shared_memory import Segment, open_segment
+from baton.engines.torch.arena import available_bytes
 from baton.engines.torch.loader import load_weights, mismatch
 from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies, read_llama_config
-from baton.errors import ConfigError, EngineFailed, InvalidRequest, Unsupported
+from baton.errors import ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.protocol.commands import (
     FromDisk,
     FromGroup,
@@ -98,40 +98,64 @@ def _broadcast(tensor: Tensor, timeout: timedelta) -> None:
 
 
 def gather(source: WeightSource, parts: Parts, config: LlamaConfig, group: WeightGroup | None) -> ReplaceWeights:
-    """Check the source and receive its tensors, on any thread; return a function that replaces the weights.
+    """Check the source and copy its tensors into this process, on any thread; return a function that replaces the
+    weights. What happens to the source afterwards has no effect.
 
-    Both raise InvalidRequest for tensors that do not fit the model and EngineFailed for those that did not arrive; then
-    no tensor has been replaced.
+    Raises InvalidRequest for tensors that do not fit the model or cannot be read, and EngineFailed for those that did
+    not arrive or find no memory; then no tensor has been replaced. The function raises EngineDead if it fails.
     """
-    if isinstance(source, FromDisk):
-        directory = Path(source.path).expanduser()
-        return lambda: _from_disk(directory, parts, config)
     if isinstance(source, FromIpc):
         raise Unsupported("source: the torch engine shares no GPU memory with other processes")
-    _check(source.tensors, parts)
-    match source:
-        case FromTensors():
-            tensors = {spec.name: _inline(spec) for spec in source.tensors}
-        case FromSharedMemory():
-            memory = map_segment(source.segment)
-            tensors = {spec.name: _shared(spec, memory) for spec in source.tensors}
-        case FromGroup():
-            if group is None or group.name != source.group:
-                raise InvalidRequest(f"group: not in {source.group!r}; join it first")
-            tensors = group.receive(source.tensors, source.timeout_s)
+    if isinstance(source, FromDisk):
+        tensors = _from_disk(Path(source.path).expanduser(), parts, config)
+    else:
+        _check(source.tensors, parts)
+        tensors = _named(source, group)
     return lambda: _replace(tensors, parts)
 
 
-def _from_disk(directory: Path, parts: Parts, config: LlamaConfig) -> int:
+def _named(source: FromTensors | FromSharedMemory | FromGroup, group: WeightGroup | None) -> dict[str, Tensor]:
+    match source:
+        case FromTensors():
+            return {spec.name: _inline(spec) for spec in source.tensors}
+        case FromSharedMemory():
+            return _from_segment(source)
+        case FromGroup():
+            if group is None or group.name != source.group:
+                raise InvalidRequest(f"group: not in {source.group!r}; join it first")
+            return group.receive(source.tensors, source.timeout_s)
+
+
+def _from_segment(source: FromSharedMemory) -> dict[str, Tensor]:
+    with open_segment(source.segment) as segment:
+        for spec in source.tensors:
+            _check_range(spec, segment)
+        _refuse_without_memory(sum(_nbytes(spec) for spec in source.tensors))
+        return {spec.name: _shared(spec, segment) for spec in source.tensors}
+
+
+def _from_disk(directory: Path, parts: Parts, config: LlamaConfig) -> dict[str, Tensor]:
     if not directory.is_dir():
         raise InvalidRequest(f"path: {directory} is not a directory")
+    _refuse_without_memory(sum(part.nbytes for part in parts.values()))
+    staged = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in parts.items()}
     try:
         if (directory / "config.json").is_file():
             _compare(read_llama_config(directory), config, directory)
-        load_weights(directory, parts, lambda done, total: None)
+        load_weights(directory, staged, lambda done, total: None)
     except ConfigError as error:
         raise InvalidRequest(f"path: {error.message}") from error
-    return len(parts)
+    return staged
+
+
+def _refuse_without_memory(nbytes: int) -> None:
+    """Raise EngineFailed if the machine cannot hold the new weights next to the old ones."""
+    free = available_bytes(torch.device("cpu"))
+    if nbytes > free:
+        raise EngineFailed(
+            f"new weights take {nbytes / 1e6:.0f} MB next to the old ones, and only {free / 1e6:.0f} MB are free;"
+            " nothing has changed"
+        )
 
 
 def _compare(found: LlamaConfig, config: LlamaConfig, directory: Path) -> None:
@@ -162,8 +186,11 @@ def _check(specs: tuple[TensorSpec, ...], parts: Parts) -> None:
 
 
 def _replace(tensors: dict[str, Tensor], parts: Parts) -> int:
-    for name, tensor in tensors.items():
-        parts[name].copy_(tensor)
+    try:
+        for name, tensor in tensors.items():
+            parts[name].copy_(tensor)
+    except Exception as error:  # some weights are new and some old: only a restart can mend that
+        raise EngineDead(f"the weights were replaced only in part: {_first_line(error)}") from error
     return len(tensors)
 
 
@@ -177,13 +204,15 @@ def _inline(spec: InlineTensor) -> Tensor:
     return torch.frombuffer(bytearray(spec.data), dtype=_DTYPES[spec.dtype]).view(spec.shape)
 
 
-def _shared(spec: SharedTensor, memory: mmap.mmap) -> Tensor:
-    dtype = _DTYPES[spec.dtype]
-    if spec.offset + _nbytes(spec) > len(memory):
-        raise InvalidRequest(f"tensors: {spec.name} lies beyond the segment's {len(memory)} bytes")
-    if spec.offset % dtype.itemsize:
+def _check_range(spec: SharedTensor, segment: Segment) -> None:
+    if spec.offset + _nbytes(spec) > segment.nbytes:
+        raise InvalidRequest(f"tensors: {spec.name} lies beyond the segment's {segment.nbytes} bytes")
+    if spec.offset % _DTYPES[spec.dtype].itemsize:
         raise InvalidRequest(f"tensors: {spec.name} starts at {spec.offset}, which is not aligned to its dtype")
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(spec.shape), offset=spec.offset).view(spec.shape)
+
+
+def _shared(spec: SharedTensor, segment: Segment) -> Tensor:
+    return torch.frombuffer(segment.read(spec.offset, _nbytes(spec)), dtype=_DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _first_line(error: Exception) -> str:

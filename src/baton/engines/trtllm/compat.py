@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import re
 from collections.abc import Callable
 from typing import cast
 
@@ -25,7 +24,8 @@ from baton.engines.trtllm.library_types import (
 )
 from baton.errors import ConfigError
 
-SUPPORTED = ((1, 2), (1, 3))
+# The adapter is checked against recorded facts of these. Before 1.3.0rc22 the id of a handoff is another one.
+SUPPORTED = ("1.2.1", "1.3.0rc22", "1.3.0rc23", "1.3.0rc24", "1.3.0rc25")
 
 # The path of each class, without the leading tensorrt_llm.
 PATHS = {
@@ -93,12 +93,10 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
 def features_of(version: str) -> Features:
     """Return the features of `version`. Raises ConfigError for a version that the adapter does not support."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    known = (int(found[1]), int(found[2])) if found else None
-    if known not in SUPPORTED:
-        shown = f"{known[0]}.{known[1]}" if known else repr(version)
-        raise ConfigError(f"TensorRT-LLM {shown} is not supported, 1.2 or 1.3 is")
-    new = known == (1, 3)
+    if version.split("+")[0] not in SUPPORTED:
+        old, first, *_, last = SUPPORTED
+        raise ConfigError(f"TensorRT-LLM {version} is installed; Baton works with {old}, {first} to {last}")
+    new = version.startswith("1.3")
     return Features(
         version=version,
         priority=new,

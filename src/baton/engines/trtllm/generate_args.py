@@ -1,6 +1,5 @@
 """The arguments of the library's `generate_async` for one request: by keyword, and only those that are needed."""
 
-import logging
 import secrets
 
 from baton.engines.trtllm import handoff
@@ -18,8 +17,6 @@ from baton.errors import InvalidRequest, Unsupported
 from baton.ports.engine import Work
 from baton.protocol.handoff import Consume, PrefillResult, Produce
 
-log = logging.getLogger(__name__)
-
 NODES = 16
 PROCESSES = 64
 
@@ -34,7 +31,6 @@ class GenerateArgs:
         self._disaggregated = disaggregated
         # Handoff ids contain the worker that produced the KV; nothing assigns workers a number, so it is random.
         self._node, self._process = secrets.randbelow(NODES), secrets.randbelow(PROCESSES)
-        self._warned = False
 
     def build(self, work: Work) -> GenerateFields13:
         """Return the arguments. Raises InvalidRequest or Unsupported, naming the field."""
@@ -66,9 +62,8 @@ class GenerateArgs:
     def _add_priority(self, fields: GenerateFields13, work: Work) -> None:
         if self._library.features.priority:
             fields["priority"] = engine_priority(work.priority)
-        elif work.priority and not self._warned:
-            self._warned = True
-            log.warning("%s TensorRT-LLM 1.2 has no priorities; only the router uses them", work.request_id)
+        elif work.priority:
+            raise Unsupported("priority: TensorRT-LLM 1.2 has none, 1.3 has; send the request without it")
 
     def _disaggregated_params(self, work: Work, handles: Handles | None) -> object:
         fields = fields_of(handles) if handles is not None else DisaggregatedFields13()

@@ -1,9 +1,10 @@
 """The library's DisaggregatedParams on the wire from prefill to decode, as plain JSON: bytes as base64. Pure.
 
-The keys are the library's names, and `prompt_token_ids`, the prompt as the prefill has computed it, if that is not the
-client's: with images it is longer. Handles of embeddings are left out: the KV contains them, and the decode's engine
-rejects them. JSON has no numbers as keys, so the log-probabilities of a position are a list of
-{token_id, logprob, rank}.
+The location of the KV is `opaque_state` with the library's C++ transceiver, and `ctx_info_endpoint` with `ctx_dp_rank`
+and the ids with its Python one. The keys are the library's names, and `prompt_token_ids`, the prompt as the prefill has
+computed it, if that is not the client's: with images it is longer. Handles of embeddings are left out: the KV contains
+them, and the decode's engine rejects them. JSON has no numbers as keys, so the log-probabilities of a position are a
+list of {token_id, logprob, rank}.
 """
 
 import base64
@@ -72,13 +73,13 @@ def encode(
 
     `media` is for a prompt with media handles: the handles, and the prompt as it was computed.
     """
-    if params is None or params.opaque_state is None:
+    if params is None or not _located(params, library):
         raise EngineFailed("the prefill ended without the location of its KV")
     wire = HandoffParams(
         request_type=CONTEXT_ONLY,
         first_gen_tokens=params.first_gen_tokens,
         ctx_request_id=params.ctx_request_id,
-        opaque_state=base64.b64encode(params.opaque_state).decode(),
+        opaque_state=None if params.opaque_state is None else base64.b64encode(params.opaque_state).decode(),
         draft_tokens=params.draft_tokens,
     )
     if media is not None:
@@ -108,6 +109,9 @@ def encode(
 def decode(params: Mapping[str, object], library: Library) -> object:
     """Return the library's parameters to continue from the KV of `params`. Raises InvalidRequest, naming the field."""
     wire = _read(params)
+    _refuse_newer(wire, library)
+    if wire.opaque_state is None and wire.ctx_info_endpoint is None:
+        raise InvalidRequest("prefill_result.disaggregated_params: it needs opaque_state or ctx_info_endpoint")
     fields = DisaggregatedFields13(
         request_type=GENERATION_ONLY,
         first_gen_tokens=wire.first_gen_tokens,
@@ -125,13 +129,22 @@ def decode(params: Mapping[str, object], library: Library) -> object:
         fields["ctx_info_endpoint"] = wire.ctx_info_endpoint
         fields["schedule_style"] = wire.schedule_style
         fields["ctx_usage"] = wire.ctx_usage
-    elif newer := [
-        name for name, value in msgspec.structs.asdict(wire).items() if name in _SINCE_13 and value is not None
-    ]:
+    return library.disaggregated_params(**fields)
+
+
+def _refuse_newer(wire: HandoffParams, library: Library) -> None:
+    given = msgspec.structs.asdict(wire)
+    newer = [name for name in _SINCE_13 if given[name] is not None]
+    if newer and not library.features.handoff_ids:
         raise InvalidRequest(
             f"prefill_result.disaggregated_params.{newer[0]}: the prefill runs TensorRT-LLM 1.3 and this decode 1.2"
         )
-    return library.disaggregated_params(**fields)
+
+
+def _located(params: DisaggregatedParams, library: Library) -> bool:
+    if params.opaque_state is not None:
+        return True
+    return library.features.handoff_ids and cast(DisaggregatedParams13, params).ctx_info_endpoint is not None
 
 
 def prompt_of(params: Mapping[str, object]) -> list[int] | None:
@@ -173,9 +186,9 @@ def _position(entries: list[_Entry], library: Library) -> dict[int, Logprob]:
     return {entry.token_id: library.logprob(logprob=entry.logprob, rank=entry.rank) for entry in entries}
 
 
-def _bytes(text: str | None) -> bytes:
+def _bytes(text: str | None) -> bytes | None:
     if text is None:
-        raise InvalidRequest("prefill_result.disaggregated_params.opaque_state: missing")
+        return None
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

@@ -51,6 +51,17 @@ _OUTWARD: dict[type[BatonError], Callable[[str], Exception]] = {
     BatonError: _core.Unknown,
 }
 
+# Raised in this process, before a call reaches another one.
+_BY_CLASS: dict[type[Exception], type[BatonError]] = {
+    _core.InvalidArgument: InvalidRequest,
+    _core.RouterQueueLimitExceeded: Overloaded,  # type: ignore[attr-defined]  # not in its stub
+    _core.CannotConnect: PeerLost,
+    _core.ConnectionTimeout: PeerLost,
+    _core.Disconnected: PeerLost,
+    _core.StreamIncomplete: PeerLost,
+    _core.WorkerUnavailable: PeerLost,
+}
+
 _BY_KIND: dict[str, type[BatonError]] = {
     "InvalidRequest": InvalidRequest,
     "Cancelled": Cancelled,
@@ -76,8 +87,8 @@ def to_runtime(error: BaseException) -> Exception:
 
 def from_runtime(error: Exception) -> BatonError:
     """Return our error for `error`, which a call to another worker raised."""
-    if isinstance(error, _core.InvalidArgument):
-        return InvalidRequest(str(error))
+    if (meaning := _BY_CLASS.get(type(error))) is not None:
+        return meaning(str(error))
     kind, _, text = str(error).partition(": ")
     if text.startswith("{"):
         text = _message_of(text)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from baton.engine_kit.block_hash import block_hashes
+from baton.engine_kit.block_hash import block_hashes, event_hash
 from baton.engines.echo.blocks import BLOCK, BlockPool, HeldBlocks
 
 TOTAL = 12
@@ -27,8 +27,8 @@ class Interleavings(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(TOTAL)
         self.inside = 0
-        self.parents: dict[int, int | None] = {}
-        self.reusable: set[int] = set()
+        self.parents: dict[bytes, bytes | None] = {}
+        self.reusable: set[bytes] = set()
 
     @rule(target=allocations, prompt=PROMPTS, answer=st.integers(1, 3 * BLOCK), salt=st.sampled_from([None, "mine"]))
     def allocate(self, prompt: list[int], answer: int, salt: str | None) -> HeldBlocks | None:
@@ -119,7 +119,7 @@ def test_cached_blocks_are_evicted_for_requests() -> None:
 def test_hashes_cover_full_blocks_and_everything_before_them(token_ids: list[int]) -> None:
     hashes = block_hashes(token_ids, BLOCK)
     assert len(hashes) == len(token_ids) // BLOCK
-    assert all(-(2**63) <= name < 2**63 for name in hashes)
+    assert all(-(2**63) <= event_hash(name) < 2**63 for name in hashes)
     if hashes:
         changed = [token_ids[0] ^ 1, *token_ids[1:]]
         assert set(hashes).isdisjoint(block_hashes(changed, BLOCK))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from baton.engines.sglang.compat import SUPPORTED, Dialect, probe
+from baton.engines.sglang.compat import Dialect
 from baton.engines.sglang.params import FAKE_HOST, ROOM_ZERO, Setting, escape, request_fields, sampling_params
 from baton.errors import InvalidRequest, Unsupported
 from baton.ports.engine import Work
@@ -132,15 +132,6 @@ def test_everything_else_of_a_request_arrives() -> None:
     assert fields["input_ids"] == [1, 2]
     assert (fields["priority"], fields["routed_dp_rank"], fields["lora_path"]) == (3, 1, "fine")
     assert (fields["cache_salt"], fields["external_trace_header"]) == ("tenant", {"traceparent": "00-a-b-01"})
-
-
-def test_older_words_are_used_where_a_version_has_them() -> None:
-    old = probe("0.5.21", frozenset({"stream_output"}), frozenset({"data_parallel_rank", "extra_key"}))
-    assert old.stream_flag == "--stream-output"
-    fields = request_fields(make_work(dp_rank=1, cache_salt="t"), "rid", 0, Setting(dialect=old))
-    assert (fields["data_parallel_rank"], fields["extra_key"]) == (1, "t")
-    new = probe(SUPPORTED[-1], frozenset({"incremental_streaming_output"}), frozenset({"routed_dp_rank", "cache_salt"}))
-    assert new == Dialect(version=SUPPORTED[-1])
 
 
 @pytest.mark.parametrize(

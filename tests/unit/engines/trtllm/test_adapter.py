@@ -1,7 +1,6 @@
 """The TensorRT-LLM adapter: which errors fail one request and which all, readings, metrics, LoRA and start-up."""
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -486,12 +485,11 @@ def test_an_engine_whose_start_was_cancelled_is_shut_down() -> None:
     run_bounded(body())
 
 
-def test_a_priority_that_the_version_lacks_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_priority_that_the_version_lacks_is_refused_by_name() -> None:
     async def body() -> None:
         async with started(make("1.2.1", World())) as session:
-            for _ in range(3):
-                await read_to_the_end(session.engine.submit(work(1, priority=3)))
+            with pytest.raises(Unsupported, match=r"^priority: "):
+                session.engine.submit(work(1, priority=3))
+            await read_to_the_end(session.engine.submit(work(1, priority=0)))
 
-    with caplog.at_level(logging.WARNING):
-        run_bounded(body())
-    assert len([record for record in caplog.records if "priorities" in record.getMessage()]) == 1
+    run_bounded(body())

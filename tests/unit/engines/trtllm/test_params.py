@@ -151,9 +151,8 @@ def test_d07_priority_maps_to_the_engines_range_in_the_same_order(one: int, othe
 
 
 def test_d07_priority_reaches_the_engine() -> None:
-    for library, expected in ((OLD, None), (NEW, 0.75)):
-        generate_args = GenerateArgs(library, MODEL, Loras(), disaggregated=False)
-        assert generate_args.build(work(priority=1)).get("priority") == expected
+    generate_args = GenerateArgs(NEW, MODEL, Loras(), disaggregated=False)
+    assert generate_args.build(work(priority=1)).get("priority") == 0.75
 
 
 def test_every_option_of_work_is_an_argument(tmp_path: Any) -> None:
