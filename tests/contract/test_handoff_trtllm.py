@@ -92,7 +92,7 @@ async def produce(prefill: Session, **changes: Any) -> PrefillResult:
     outputs = []
     while read := await stream.read():
         outputs += read
-    first, delta, end = outputs
+    _, first, delta, end = outputs
     assert isinstance(first, HandoffReady)
     assert isinstance(delta, TokenDelta)
     assert isinstance(end, Finished)

@@ -55,12 +55,8 @@ async def relay(
         clock = asyncio.get_running_loop().time
         not_before = 0.0
         while answer.open_choices:
-            outputs = await stream.read(not_before)
+            outputs = _filtered(await stream.read(not_before), handoff)
             not_before = clock() + limits.flush_interval_s
-            if not outputs:
-                raise EngineFailed("the engine ended the stream without a finish reason")
-            if handoff is not None:
-                outputs = handoff.filter(outputs)
             if work.output.prompt_logprobs is not None:
                 await answer.read_prompt_logprobs(outputs)
             for chunk in answer.push(outputs):
@@ -73,6 +69,12 @@ async def relay(
         if handoff is not None or not finished:
             # A second cancellation ends the wait, not the clean-up.
             await asyncio.shield(_release(engine, work, limits, handoff, finished))
+
+
+def _filtered(outputs: list[Output], handoff: KvHandoff | None) -> list[Output]:
+    if not outputs:
+        raise EngineFailed("the engine ended the stream without a finish reason")
+    return outputs if handoff is None else handoff.filter(outputs)
 
 
 def _blame_if_alone(tracked: TrackedRequest, death: EngineDead) -> None:

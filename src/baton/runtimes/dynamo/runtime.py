@@ -400,7 +400,8 @@ def _runtime_config(card: ModelCard) -> _core.ModelRuntimeConfig:
     config.context_length = card.context_length
     config.total_kv_blocks = card.total_blocks
     config.max_num_seqs = card.max_running
-    config.max_num_batched_tokens = card.max_batch_tokens
+    if card.max_batch_tokens is not None:
+        config.max_num_batched_tokens = card.max_batch_tokens
     config.data_parallel_size = card.dp_size
     config.kv_event_publishing_enabled = card.kv_events
     config.enable_local_indexer = card.kv_events
