@@ -86,6 +86,11 @@ def said(answer: Any) -> list[tuple[str, str, list[str], list[float]]]:
     ]
 
 
+def test_no_process_listens_for_other_hosts(split: Serve) -> None:
+    complete(split, "move some KV")
+    split.assert_unexposed()
+
+
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS.keys())
 def test_the_answer_is_the_same(whole: Serve, split: Serve, prompt: str) -> None:
     expected = said(complete(whole, prompt))

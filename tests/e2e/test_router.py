@@ -98,6 +98,10 @@ def test_a_thousand_mixed_requests_land_where_the_rules_say(echo: Pooled) -> Non
     assert min(wanted.values()) > 100
 
 
+def test_no_process_of_any_pool_listens_for_other_hosts(echo: Pooled) -> None:
+    echo.assert_unexposed()
+
+
 def test_clients_see_the_model_once_and_reach_no_worker_but_through_the_router(echo: Pooled) -> None:
     assert echo.models() == ["echo"]
     before, ended = (

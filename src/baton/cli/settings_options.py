@@ -11,7 +11,7 @@ from baton.config.load import ENGINE_ARGS, Option, load, options
 from baton.config.settings import Settings
 from baton.errors import BatonError, ConfigError
 from baton.process.logs import start_logging
-from baton.runtimes.dynamo.environment import environment
+from baton.runtimes.dynamo.environment import environment, environment_defaults
 from baton.status.sd_notify import notify
 
 EXIT_CONFIG = 2
@@ -53,7 +53,7 @@ def settings_command(
 
 def prepare_runtime(settings: Settings) -> None:
     """Set the runtime's environment. It reads it while it is imported, so call this before the import."""
-    os.environ.update(environment(settings.runtime))
+    os.environ.update(environment_defaults(settings.runtime) | dict(os.environ) | environment(settings.runtime))
 
 
 def report_error(message: str, exit_code: int) -> int:

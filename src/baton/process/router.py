@@ -59,7 +59,10 @@ def run_router(settings: Settings) -> int:
 
     async def build() -> GlobalRouter:
         runtime = DynamoRuntime(
-            settings.runtime, publishes_metrics=True, reader_stall_timeout_s=settings.reader_stall_timeout_s
+            settings.runtime,
+            publishes_metrics=True,
+            reader_stall_timeout_s=settings.reader_stall_timeout_s,
+            subscribes=True,
         )
         return GlobalRouter(settings, runtime)
 

@@ -2,6 +2,14 @@
 
 from baton.config.directories import discovery_directory
 from baton.config.runtime import RuntimeOptions
+from baton.runtimes.dynamo.addresses import is_loopback
+from baton.runtimes.dynamo.event_sockets import event_sockets
+
+
+def environment_defaults(options: RuntimeOptions) -> dict[str, str]:
+    """Return variables that are set unless the user has set them."""
+    # UCX (NIXL) listens on every network device that it may use.
+    return {"UCX_NET_DEVICES": "lo"} if is_loopback(options.bind) else {}
 
 
 def environment(options: RuntimeOptions, publishes_metrics: bool = False) -> dict[str, str]:
@@ -26,6 +34,8 @@ def environment(options: RuntimeOptions, publishes_metrics: bool = False) -> dic
         values |= {"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": "0"}
     if options.discovery == "file":
         values["DYN_FILE_KV"] = str(discovery_directory(options))
+    if (sockets := event_sockets(options)) is not None:
+        values["DYN_ZMQ_BROKER_URL"] = sockets.broker_url
     if options.discovery == "etcd":
         values["ETCD_ENDPOINTS"] = options.etcd
     if "nats" in (options.requests, options.events):
