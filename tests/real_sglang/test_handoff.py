@@ -15,8 +15,8 @@ PROMPT = list(range(20, 120))
 
 
 @asynccontextmanager
-async def pair(model: Path) -> AsyncIterator[tuple[Peer, Peer]]:
-    prefill = await Peer.start(model, "prefill", *NIXL)
+async def pair(model: Path, *prefill_args: str) -> AsyncIterator[tuple[Peer, Peer]]:
+    prefill = await Peer.start(model, "prefill", *NIXL, *prefill_args)
     decode = await Peer.start(model, "decode", *DECODE)
     try:
         yield prefill, decode
@@ -38,6 +38,18 @@ def test_engines_hand_off_kv_and_abort_in_every_phase(tiny: Path, bench: Bench) 
             await d17_a_probe_needs_no_peer(prefill, decode)
             await an_abort_reaches_every_queue(prefill, decode)
             await a_lost_peer_is_said_to_be_lost(prefill, decode)
+
+    bench.run(body(), 400)
+    bench.close()
+
+
+def test_a_prefill_of_two_ranks_hands_off_over_ipv6(tiny: Path, bench: Bench) -> None:
+    """A room belongs to the rank that is its remainder: the decode engine asks that rank for the KV."""
+
+    async def body() -> None:
+        async with pair(tiny, "--host", "::1", "--dp-size", "2") as (prefill, decode):
+            assert prefill.place["host"] == "[::1]"
+            await the_answer_is_that_of_one_engine(prefill, decode)
 
     bench.run(body(), 400)
     bench.close()

@@ -23,8 +23,11 @@ class RuntimeOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "zmq"
     bind: Annotated[
         str,
-        Meta(description="IP address that this process listens on for other processes. Must be reachable by them."),
-    ] = "127.0.0.1"
+        Meta(
+            description="IP address that this process listens on and announces to other processes. Empty: 127.0.0.1"
+            " with file discovery, else the address of the interface that reaches etcd or the Kubernetes API."
+        ),
+    ] = ""
     directory: Annotated[
         str,
         Meta(

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 from dynamo import _core
 
 from baton.config.directories import discovery_directory
@@ -15,6 +16,7 @@ from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRe
 from baton.ports.runtime import ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
 from baton.protocol.events import LoadSnapshot, Reading
+from baton.runtimes.dynamo.addresses import bind_address
 from baton.runtimes.dynamo.client import DynamoClient
 from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.environment import environment
@@ -235,6 +237,7 @@ class DynamoRuntime:
         subscribes: bool = False,
     ) -> None:
         """Prepare. `subscribes`: this process routes by events, so it may have to forward those of its host."""
+        options = msgspec.structs.replace(options, bind=bind_address(options))
         self._options = options
         self._publishes_metrics = publishes_metrics
         self._environment = environment(options, publishes_metrics)
