@@ -53,7 +53,7 @@ def _pool_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
 
 
 def _worker_groups(settings: Settings) -> tuple[WorkerGroup, ...]:
-    groups = read_topology(Path(settings.topology), settings.namespace).groups
+    groups = read_topology(Path(settings.topology), settings.namespace, settings.pool_endpoint).groups
     if not groups:
         raise ConfigError(
             f"no pool in {settings.topology} has workers to start: give one `workers: {{count: 1}}`,"
