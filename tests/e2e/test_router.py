@@ -140,6 +140,44 @@ def test_d31_one_trace_goes_through_every_hop(start: Callable[..., Pooled]) -> N
     pooled.stop()
 
 
+def test_an_adaptive_router_skips_a_pool_that_is_slow(start: Callable[..., Pooled]) -> None:
+    slow = {"name": "slow", "workers": {"count": 1, "settings": {"echo": {"prefill_ms": 3000}}}}
+    topology: dict[str, Any] = {
+        "mode": "aggregated",
+        "adaptive": True,
+        "retry": {"others": True},
+        "settings": {"engine": "echo"},
+        "aggregated": {
+            "pools": [slow, {"name": "quick", "workers": {"count": 1}}],
+            "axes": [{"name": "ttft_ms", "min": 0, "max": 2000, "buckets": 1}],
+            "mapping": ["slow"],
+        },
+    }
+    pooled = start(Pooled, topology, workers=2)
+
+    def skipped() -> bool:
+        """Whether the next request goes to the other pool: the router refreshes its measurements now and then."""
+        before = pooled.decisions("aggregated").get("quick", 0)
+        assert pooled.post(CHAT, chat("hello"))[0] == 200
+        return pooled.decisions("aggregated").get("quick", 0) == before + 1
+
+    # Until enough requests have been slow, nothing is known of the pool that the grid selects.
+    assert len(pooled.answers(chat("hello"), 8, 0.0, {})) == 8
+    assert pooled.decisions("aggregated") == {"slow": 8}
+    eventually(skipped, 60, "the slow pool is skipped")
+    assert pooled.metric("baton_router_skipped_total", ROUTER, pool="slow", reason="slow") >= 1
+    # A request that accepts the delay still goes where the grid sends it.
+    before = pooled.decisions("aggregated")["slow"]
+    patient = chat("hello", nvext={"router": {"ttft_target": 100_000}})
+    assert pooled.post(CHAT, patient)[0] == 200
+    assert pooled.decisions("aggregated")["slow"] == before + 1
+    pooled.write(changed(topology, adaptive=False))
+    eventually(lambda: pooled.metric("baton_router_reloads_total", ROUTER, outcome="adopted") == 1, what="the plan")
+    assert pooled.post(CHAT, chat("hello"))[0] == 200
+    assert pooled.decisions("aggregated")["slow"] == before + 2
+    pooled.stop()
+
+
 @pytest.mark.faults
 def test_requests_of_a_pool_that_dies_are_served_by_another(start: Callable[..., Pooled]) -> None:
     pooled = start(Pooled, changed(ECHO), workers=2)
