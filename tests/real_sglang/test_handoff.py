@@ -13,6 +13,8 @@ import pytest
 from tests.real_sglang.engines import Bench
 from tests.real_sglang.peers import Peer
 
+pytestmark = pytest.mark.timeout(450)
+
 NIXL = ("--disaggregation-transfer-backend", "nixl")
 DECODE = (*NIXL, "--disaggregation-decode-retraction-backup", "cpu_tensor")
 PROMPT = list(range(20, 120))
