@@ -37,7 +37,7 @@ class TestDynamoRuntime(RuntimeContract):
         tokens = list(range(64))
 
         async def body() -> None:
-            runtime = DynamoRuntime(self._options)
+            runtime = DynamoRuntime(self._options, subscribes=True)
             await runtime.start()
             try:
                 endpoint = await runtime.serve(PATH, Service(_echo, _as_it_is, _as_it_is))

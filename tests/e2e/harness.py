@@ -12,6 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TypeVar
 
@@ -98,6 +99,16 @@ def assert_unbroken(text: str, prompt: str, tokens: int) -> int:
         at = (at + 1) % len(source)
     assert len(text) == tokens, f"{len(text)} characters instead of {tokens}"
     return moves
+
+
+def exposed(processes: Iterable[psutil.Process]) -> list[str]:
+    """Return what these processes listen on that other hosts can reach."""
+    return [
+        f"{' '.join(process.cmdline()[1:4])}: {connection.laddr.ip}:{connection.laddr.port}"
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN and not ip_address(connection.laddr.ip).is_loopback
+    ]
 
 
 class Process:
@@ -297,6 +308,12 @@ class Serve(System):
     def children(self) -> list[psutil.Process]:
         """Return the frontend and the workers."""
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def assert_unexposed(self) -> None:
+        """No process listens on an address that other hosts can reach."""
+        processes = [psutil.Process(self.process.pid), *self.children()]
+        assert len(processes) > self.workers + 1
+        assert exposed(processes) == []
 
     def worker(self, number: int = 0) -> psutil.Process:
         """Return the process of a worker, the way its system port tells them apart."""

@@ -239,6 +239,12 @@ def test_an_address_for_workers_that_is_not_ours_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", ["worker", "frontend"])
+def test_a_loopback_address_is_not_announced_to_other_hosts(command: str) -> None:
+    engine = {"BATON_ENGINE": "echo", "BATON_RUNTIME_DISCOVERY": "kubernetes"}
+    assert_refused(baton(command, "--runtime-bind", "127.0.0.1", **engine), "127.0.0.1", "--runtime-bind")
+
+
+@pytest.mark.parametrize("command", ["worker", "frontend"])
 @pytest.mark.parametrize(
     "settings",
     [

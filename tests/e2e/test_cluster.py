@@ -7,6 +7,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 
 from tests.e2e.harness import Cluster, echoed, eventually, free_ports
@@ -26,7 +27,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
     commands = {
         "etcd": [
             *("--data-dir", str(directory / "etcd"), "--log-level", "warn"),
-            *("--listen-client-urls", f"http://127.0.0.1:{client}"),
+            *("--listen-client-urls", f"http://127.0.0.1:{client},http://[::1]:{client}"),
             *("--advertise-client-urls", f"http://127.0.0.1:{client}"),
             *("--listen-peer-urls", f"http://127.0.0.1:{peer}"),
             *("--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}"),
@@ -61,9 +62,12 @@ def listens(port: int) -> bool:
 def settings(request: pytest.FixtureRequest, services: dict[str, str]) -> dict[str, str]:
     """How requests and events travel; everybody finds everybody by etcd."""
     events = {"nats": "nats", "tcp": "zmq"}[request.param]
+    # Processes announce the address that reaches etcd: with tcp it is an IPv6 one.
+    etcd = services["BATON_RUNTIME_ETCD"].replace("127.0.0.1", "[::1]" if request.param == "tcp" else "127.0.0.1")
     # A namespace of its own, so that nobody finds what another test left in etcd.
     return {
         **services,
+        "BATON_RUNTIME_ETCD": etcd,
         "BATON_RUNTIME_REQUESTS": request.param,
         "BATON_RUNTIME_EVENTS": events,
         "BATON_NAMESPACE": f"test-{request.param}",
@@ -82,6 +86,15 @@ def test_chat_answers(cluster: Cluster) -> None:
     answer = cluster.client().chat.completions.create(**body("Hello, world.", 20))
     assert answer.choices[0].message.content == echoed("Hello, world.", 20)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (13, 20)
+
+
+def test_processes_announce_the_address_that_reaches_etcd(cluster: Cluster, settings: dict[str, str]) -> None:
+    expected = "::1" if "[::1]" in settings["BATON_RUNTIME_ETCD"] else "127.0.0.1"
+    wildcards = {"::", "0.0.0.0"}  # of the event plane
+    for process in (*cluster.processes, cluster.frontend):
+        listening = psutil.Process(process.pid).net_connections("inet")
+        own = {at.laddr.ip for at in listening if at.status == psutil.CONN_LISTEN} - wildcards
+        assert expected in own, f"{process.arguments}: {own}"
 
 
 def test_streams_answer_from_both_workers(cluster: Cluster) -> None:

@@ -51,11 +51,12 @@ def whole(start_shared: Callable[..., Serve], model: str) -> Iterator[Serve]:
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def split(start_shared: Callable[..., Serve], model: str, request: pytest.FixtureRequest) -> Iterator[Serve]:
-    """A prefill and a decode worker on the same model, with one way between them."""
+    """A prefill and a decode worker on the same model, with one way between them; tcp over IPv6."""
     transport = request.param
     if transport == "nixl" and not nixl.available():
         pytest.skip("NIXL is not installed")
     flags = ["--kv-handoff", "late"] if transport == "late" else ["--kv-transports", transport]
+    flags += ["--runtime-bind", "::1"] if transport == "tcp" else []
     serve = start_shared(Serve, "--model", model, *CHUNKED, *flags, engine="torch", prefill=1, decode=1)
     yield serve
     assert_only_this_way(serve, "shm" if transport == "late" else transport)
@@ -84,6 +85,17 @@ def said(answer: Any) -> list[tuple[str, str, list[str], list[float]]]:
         (choice.text, choice.finish_reason, choice.logprobs.tokens, choice.logprobs.token_logprobs)
         for choice in sorted(answer.choices, key=lambda choice: choice.index)
     ]
+
+
+def test_no_process_listens_for_other_hosts(split: Serve) -> None:
+    complete(split, "move some KV")
+    split.assert_unexposed()
+
+
+@pytest.mark.parametrize("split", ["tcp"], indirect=True)
+def test_workers_listen_for_each_other_on_ipv6(split: Serve) -> None:
+    hosts = [{at.laddr.ip for at in split.worker(number).net_connections("inet6")} for number in range(2)]
+    assert all("::1" in each for each in hosts)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS.keys())

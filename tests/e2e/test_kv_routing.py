@@ -41,6 +41,11 @@ def spread_prompts(serve: Serve) -> list[str]:
     return prompts
 
 
+def test_no_process_listens_for_other_hosts_when_events_are_published(routed: Serve) -> None:
+    cached(routed, "publish something")
+    routed.assert_unexposed()
+
+
 def test_a_prompt_goes_where_its_beginning_is(routed: Serve) -> None:
     prompts = spread_prompts(routed)
     # The router hears of blocks a moment after they are there.

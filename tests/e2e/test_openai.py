@@ -27,6 +27,10 @@ def serve(start_shared: Callable[..., Serve], request: pytest.FixtureRequest) ->
 tokens_only = pytest.mark.parametrize("serve", ["tokens"], indirect=True)
 
 
+def test_no_process_listens_for_other_hosts(serve: Serve) -> None:
+    serve.assert_unexposed()
+
+
 def test_models_lists_and_retrieves_the_model(serve: Serve) -> None:
     client = serve.client()
     assert [model.id for model in client.models.list()] == ["echo"]

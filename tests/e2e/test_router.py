@@ -107,6 +107,10 @@ def test_a_thousand_mixed_requests_land_where_the_rules_say(echo: Pooled) -> Non
     assert min(wanted.values()) > 100
 
 
+def test_no_process_of_any_pool_listens_for_other_hosts(echo: Pooled) -> None:
+    echo.assert_unexposed()
+
+
 def test_clients_see_the_model_once_and_reach_no_worker_but_through_the_router(echo: Pooled) -> None:
     assert echo.models() == ["echo"]
     before, ended = (
@@ -152,6 +156,44 @@ def test_d31_one_trace_goes_through_every_hop(start: Callable[..., Pooled]) -> N
     eventually(lambda: len(lines("near-0") + lines("far-0")) == 1, what="the line of the worker")
     assert " aggregated completed " in lines("router")[0]
     assert "routed to pool" in pooled.log_of("router")
+    pooled.stop()
+
+
+def test_an_adaptive_router_skips_a_pool_that_is_slow(start: Callable[..., Pooled]) -> None:
+    slow = {"name": "slow", "workers": {"count": 1, "settings": {"echo": {"prefill_ms": 3000}}}}
+    topology: dict[str, Any] = {
+        "mode": "aggregated",
+        "adaptive": True,
+        "retry": {"others": True},
+        "settings": {"engine": "echo"},
+        "aggregated": {
+            "pools": [slow, {"name": "quick", "workers": {"count": 1}}],
+            "axes": [{"name": "ttft_ms", "min": 0, "max": 2000, "buckets": 1}],
+            "mapping": ["slow"],
+        },
+    }
+    pooled = start(Pooled, topology, workers=2)
+
+    def skipped() -> bool:
+        """Whether the next request goes to the other pool: the router refreshes its measurements now and then."""
+        before = pooled.decisions("aggregated").get("quick", 0)
+        assert pooled.post(CHAT, chat("hello"))[0] == 200
+        return pooled.decisions("aggregated").get("quick", 0) == before + 1
+
+    # Until enough requests have been slow, nothing is known of the pool that the grid selects.
+    assert len(pooled.answers(chat("hello"), 8, 0.0, {})) == 8
+    assert pooled.decisions("aggregated") == {"slow": 8}
+    eventually(skipped, 60, "the slow pool is skipped")
+    assert pooled.metric("baton_router_skipped_total", ROUTER, pool="slow", reason="slow") >= 1
+    # A request that accepts the delay still goes where the grid sends it.
+    before = pooled.decisions("aggregated")["slow"]
+    patient = chat("hello", nvext={"router": {"ttft_target": 100_000}})
+    assert pooled.post(CHAT, patient)[0] == 200
+    assert pooled.decisions("aggregated")["slow"] == before + 1
+    pooled.write(changed(topology, adaptive=False))
+    eventually(lambda: pooled.metric("baton_router_reloads_total", ROUTER, outcome="adopted") == 1, what="the plan")
+    assert pooled.post(CHAT, chat("hello"))[0] == 200
+    assert pooled.decisions("aggregated")["slow"] == before + 2
     pooled.stop()
 
 

@@ -45,6 +45,7 @@ async def generate(engine: TestedEngine, order: dict[str, Any]) -> None:
                 sampling=Sampling(temperature=0.0),
                 stop=StopConditions(ignore_eos=True),
                 handoff=handoff_of(order),
+                dp_rank=order.get("dp_rank"),
             )
         )
         while outputs := await stream.read():

@@ -1,5 +1,9 @@
-"""Two real engines hand KV over by themselves, over NIXL; and give up when they are told to, wherever they are."""
+"""Two real engines hand KV over by themselves, over NIXL, and give up when they are told to, wherever they are.
 
+The bootstrap server of the prefill engine has an IPv6 address here, and an IPv4 one in `test_serving.py`.
+"""
+
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,14 +13,16 @@ import pytest
 from tests.real_sglang.engines import Bench
 from tests.real_sglang.peers import Peer
 
+pytestmark = pytest.mark.timeout(450)
+
 NIXL = ("--disaggregation-transfer-backend", "nixl")
 DECODE = (*NIXL, "--disaggregation-decode-retraction-backup", "cpu_tensor")
 PROMPT = list(range(20, 120))
 
 
 @asynccontextmanager
-async def pair(model: Path) -> AsyncIterator[tuple[Peer, Peer]]:
-    prefill = await Peer.start(model, "prefill", *NIXL)
+async def pair(model: Path, *prefill_args: str) -> AsyncIterator[tuple[Peer, Peer]]:
+    prefill = await Peer.start(model, "prefill", *NIXL, "--host", "::1", *prefill_args)
     decode = await Peer.start(model, "decode", *DECODE)
     try:
         yield prefill, decode
@@ -43,11 +49,26 @@ def test_engines_hand_off_kv_and_abort_in_every_phase(tiny: Path, bench: Bench) 
     bench.close()
 
 
-async def the_answer_is_that_of_one_engine(prefill: Peer, decode: Peer) -> None:
+def test_every_rank_of_a_prefill_engine_hands_off_the_rooms_of_its_remainder(
+    tiny: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{min(1, (os.cpu_count() or 1) - 1)}")
+
+    async def body() -> None:
+        async with pair(tiny, "--dp-size", "2") as (prefill, decode):
+            await the_answer_is_that_of_one_engine(prefill, decode, ranks=2)
+
+    bench.run(body(), 400)
+    bench.close()
+
+
+async def the_answer_is_that_of_one_engine(prefill: Peer, decode: Peer, ranks: int = 1) -> None:
+    assert prefill.place["host"] == "[::1]"
     answers = []
     for room in range(3):
         place = {"host": prefill.place["host"], "port": prefill.place["port"], "room": room}
-        prefill.order(do="produce", id=f"p.{room}", prompt=PROMPT, **place)
+        rank = {"dp_rank": room % ranks} if ranks > 1 else {}
+        prefill.order(do="produce", id=f"p.{room}", prompt=PROMPT, **rank, **place)
         decode.order(do="consume", id=f"d.{room}", prompt=PROMPT, tokens=20, **place)
         produced = await prefill.answer("id", f"p.{room}")
         consumed = await decode.answer("id", f"d.{room}")

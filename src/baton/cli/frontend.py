@@ -5,7 +5,7 @@ from baton.config.settings import Settings
 
 
 def _frontend(settings: Settings) -> int:
-    prepare_runtime(settings)
+    settings = prepare_runtime(settings)
     from baton.process.frontend import run_frontend
 
     return run_frontend(settings)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 from baton.config.settings import Settings
 from baton.errors import ConfigError
@@ -51,6 +52,19 @@ def router() -> None:
     show_default=True,
     help="namespace of the router; the default namespaces of its pools start with it",
 )
+@click.option(
+    "--default-ttft-ms",
+    type=float,
+    callback=_milliseconds,
+    help="target of requests that set none, as given to the router",
+)
+@click.option(
+    "--default-itl-ms",
+    type=float,
+    callback=_milliseconds,
+    help="target of requests that set none, as given to the router",
+)
+@click.option("--pool-endpoint", default="", help="endpoint of pools without one in FILE, as given to the router")
 def check_command(
     file: Path,
     isl: int | None,
@@ -59,18 +73,22 @@ def check_command(
     itl_ms: float | None,
     priority: int | None,
     namespace: str,
+    default_ttft_ms: float | None,
+    default_itl_ms: float | None,
+    pool_endpoint: str,
 ) -> None:
     """Validate FILE and show which requests go to which pool.
 
     With options of a request, also explain where that request goes.
     """
     try:
-        topology = read_topology(file, namespace)
+        topology = read_topology(file, namespace, pool_endpoint)
     except ConfigError as error:
         click.echo(f"baton: {error.message}", err=True)
         sys.exit(EXIT_CONFIG)
     request = ExampleRequest(isl=isl, osl=osl, ttft_ms=ttft_ms, itl_ms=itl_ms, priority=priority)
-    plan = topology.plan
+    plan = topology.plan.with_default_targets(default_ttft_ms, default_itl_ms)
+    topology = msgspec.structs.replace(topology, plan=plan)
     if request == ExampleRequest():
         sections = [render_role(role, role_plan) for role, role_plan in plan.roles.items()]
     else:

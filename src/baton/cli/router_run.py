@@ -11,7 +11,7 @@ def _router(settings: Settings) -> int:
     if not settings.topology:
         raise ConfigError("a router needs a file with its pools: give --topology FILE (see docs/router.md)")
     settings = prepare_tokenizer(settings)
-    prepare_runtime(settings)
+    settings = prepare_runtime(settings)
     from baton.process.router import run_router
 
     return run_router(settings)

@@ -11,7 +11,8 @@ from baton.config.load import ENGINE_ARGS, Option, load, options
 from baton.config.settings import Settings
 from baton.errors import BatonError, ConfigError
 from baton.process.logs import start_logging
-from baton.runtimes.dynamo.environment import environment
+from baton.runtimes.dynamo.addresses import with_addresses
+from baton.runtimes.dynamo.environment import environment, environment_defaults
 from baton.status.sd_notify import notify
 
 EXIT_CONFIG = 2
@@ -51,9 +52,14 @@ def settings_command(
     return click.Command(name, callback=callback, params=params, help=summary, options_metavar=usage)
 
 
-def prepare_runtime(settings: Settings) -> None:
-    """Set the runtime's environment. It reads it while it is imported, so call this before the import."""
-    os.environ.update(environment(settings.runtime))
+def prepare_runtime(settings: Settings) -> Settings:
+    """Return `settings` with the addresses of this process, and set the runtime's environment. Raises ConfigError.
+
+    The runtime reads its environment while it is imported, so call this before the import.
+    """
+    settings = with_addresses(settings)
+    os.environ.update(environment_defaults(settings.runtime) | dict(os.environ) | environment(settings.runtime))
+    return settings
 
 
 def report_error(message: str, exit_code: int) -> int:

@@ -9,7 +9,7 @@ def _worker(settings: Settings) -> int:
 
     # Before there is an event loop, and before the runtime's environment turns model hubs off.
     settings = prepare_model(settings)
-    prepare_runtime(settings)
+    settings = prepare_runtime(settings)
     from baton.process.worker import run_worker
 
     return run_worker(settings)

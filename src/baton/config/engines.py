@@ -67,11 +67,10 @@ class SglangOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[
         str,
         Meta(
-            min_length=1,
-            description="Address at which SGLang engines of decode workers reach this one to fetch KV. With SGLang's"
-            " --dist-init-addr it is the host of that address.",
+            description="Address at which SGLang engines of decode workers reach this one to fetch KV. Empty: that of"
+            " --runtime-bind. With SGLang's --dist-init-addr it is the host of that address.",
         ),
-    ] = "127.0.0.1"
+    ] = ""
 
 
 class ExpertOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,11 +14,20 @@ class RuntimeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Discovery backend. file: one host. etcd, kubernetes: several."),
     ] = "file"
     requests: Annotated[Literal["tcp", "nats"], Meta(description="Transport for requests and responses.")] = "tcp"
-    events: Annotated[Literal["zmq", "nats"], Meta(description="Transport for KV events and load.")] = "zmq"
+    events: Annotated[
+        Literal["zmq", "nats"],
+        Meta(
+            description="Transport for KV events and load. zmq: Unix sockets with file discovery; with other discovery"
+            " each worker listens on two TCP ports of every interface. nats: through the NATS server."
+        ),
+    ] = "zmq"
     bind: Annotated[
         str,
-        Meta(description="IP address that this process listens on for other processes. Must be reachable by them."),
-    ] = "127.0.0.1"
+        Meta(
+            description="IP address that this process listens on and announces to other processes. Empty: 127.0.0.1"
+            " with file discovery, else the address of the interface that reaches etcd or the Kubernetes API."
+        ),
+    ] = ""
     directory: Annotated[
         str,
         Meta(

@@ -110,6 +110,33 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     topology: Annotated[
         str, _about("File that lists worker pools and the rules by which the global router selects one.", _ROUTE)
     ] = ""
+    default_ttft_ms: Annotated[
+        float,
+        Meta(ge=-1),
+        _about(
+            "Target for the time to first token of requests that set none, for the global router. -1: that of the"
+            " topology file.",
+            _ROUTE,
+        ),
+    ] = -1.0
+    default_itl_ms: Annotated[
+        float,
+        Meta(ge=-1),
+        _about(
+            "Target for the inter-token latency of requests that set none, for the global router. -1: that of the"
+            " topology file.",
+            _ROUTE,
+        ),
+    ] = -1.0
+    pool_endpoint: Annotated[
+        str,
+        Meta(pattern="^([a-z0-9_-]+\\.[a-z0-9_-]+)?$"),
+        _about(
+            "Component and endpoint of pools for which the topology file names none: router.generate for pools with a"
+            " local router of Dynamo. Empty: those of Baton's workers.",
+            _ROUTE,
+        ),
+    ] = ""
     host: Annotated[str, _about("Address that the OpenAI endpoint listens on.", _FRONT)] = "127.0.0.1"
     port: Annotated[Port, _about("Port of the OpenAI endpoint.", _FRONT)] = 8000
     router: Annotated[

@@ -35,6 +35,7 @@ from baton.protocol.embeddings import decode_embed, encode_embeddings
 from baton.protocol.text import decode_text, encode_text
 from baton.protocol.wrapped import decode_prefill_request
 from baton.request.tracker import RequestTracker
+from baton.runtimes.dynamo.addresses import bind_address
 
 if TYPE_CHECKING:
     from baton.media.loader import PolicyLoader
@@ -224,7 +225,7 @@ async def _encode(context: RoleContext) -> RoleService:
     from baton.transfer.room_server import open_room_server
 
     loader = _loader(context)
-    producer = await open_room_server(context.settings.kv, None, context.settings.runtime.bind)
+    producer = await open_room_server(context.settings.kv, None, bind_address(context.settings.runtime))
     handler = EncodeHandler(engine, context.info, context.tracker, loader, producer)
     prober = EncodeHandler(engine, context.info, context.probe_tracker, loader, producer)
     prompt, image = _image_prompt(context), probe_image()
@@ -309,7 +310,9 @@ async def _prefill(context: RoleContext) -> RoleService:
     bootstrap = None
     if _is_early(context) and context.info.handoff_host is not None and context.info.handoff_port is not None:
         bootstrap = (context.info.handoff_host, context.info.handoff_port)
-    producer = await open_room_server(context.settings.kv, context.info.kv, context.settings.runtime.bind, bootstrap)
+    producer = await open_room_server(
+        context.settings.kv, context.info.kv, bind_address(context.settings.runtime), bootstrap
+    )
     consumer = _media_consumer(context)
     media_input = MediaInput(_media_loader(context), consumer)
     handler = PrefillHandler(_generating(context), context.info, context.tracker, producer, media_input)

@@ -28,7 +28,7 @@ from baton.request.gate import Gate, GateState
 from baton.request.tracker import RequestLimits, RequestTracker
 from baton.router.forward import Forwarder
 from baton.router.metrics import RouterMetrics
-from baton.router.plan import PoolRole
+from baton.router.plan import Plan, PoolRole
 from baton.router.routing_table import RoutingTable
 from baton.router.topology_file import read_topology
 from baton.runtimes.dynamo.runtime import DynamoRuntime
@@ -60,7 +60,10 @@ def run_router(settings: Settings) -> int:
 
     async def build() -> GlobalRouter:
         runtime = DynamoRuntime(
-            settings.runtime, publishes_metrics=True, reader_stall_timeout_s=settings.reader_stall_timeout_s
+            settings.runtime,
+            publishes_metrics=True,
+            reader_stall_timeout_s=settings.reader_stall_timeout_s,
+            subscribes=True,
         )
         return GlobalRouter(settings, runtime)
 
@@ -124,9 +127,9 @@ class GlobalRouter:
     async def start(self) -> None:
         """See `ServiceSteps.start`. The router registers when every role has a worker."""
         self._stamp = _stamp(self._file)
-        topology = await asyncio.to_thread(read_topology, self._file, self._settings.namespace)
+        plan = await self._read_plan()
         await self._runtime.start()
-        await self.routing.adopt(topology.plan)
+        await self.routing.adopt(plan)
         await self._wait_for_workers()
         limits = RequestLimits(request_timeout_s=self._settings.request_timeout_s)
         endpoints = [await self._serve(router.role, limits) for router in self.routing.routers()]
@@ -165,6 +168,14 @@ class GlobalRouter:
     async def close(self) -> None:
         """See `ServiceSteps.close`."""
         self._scrape.close()
+
+    async def _read_plan(self) -> Plan:
+        """Return the plan of the file, with the default targets of the settings. Raises ConfigError."""
+        settings = self._settings
+        topology = await asyncio.to_thread(read_topology, self._file, settings.namespace, settings.pool_endpoint)
+        return topology.plan.with_default_targets(
+            *(None if target < 0 else target for target in (settings.default_ttft_ms, settings.default_itl_ms))
+        )
 
     async def _wait_for_workers(self) -> None:
         """Wait until every role has a worker. Raises EngineDead after `start_timeout_s`."""
@@ -218,10 +229,10 @@ class GlobalRouter:
     async def _reload_plan(self) -> None:
         """Adopt the changed plan; one that is not valid changes nothing."""
         try:
-            topology = await asyncio.to_thread(read_topology, self._file, self._settings.namespace)
-            if set(topology.plan.roles) != {router.role for router in self.routing.routers()}:
+            plan = await self._read_plan()
+            if set(plan.roles) != {router.role for router in self.routing.routers()}:
                 raise ConfigError("mode: a router that runs cannot change it; start another one")
-            await self.routing.adopt(topology.plan)
+            await self.routing.adopt(plan)
         except BatonError as error:
             log.error("the changed plan is refused: %s", error.message)
             self.observed.reloaded("refused")

@@ -11,7 +11,7 @@ from msgspec import Meta
 from baton.router.grid import Axis, AxisName
 from baton.router.parsing import ENDPOINT, NAME, Problems, Tree, convert
 from baton.router.plan import Pool, PoolRole, Retry
-from baton.router.specs import ENDPOINTS, MAX_BOUND, AxisSpec, FileSpec, OverrideSpec, PoolSpec, RoleSpec
+from baton.router.specs import ENDPOINTS, MAX_BOUND, AxisSpec, Endpoints, FileSpec, OverrideSpec, PoolSpec, RoleSpec
 
 Target = Annotated[float, Meta(ge=0, le=MAX_BOUND)]
 Name = Annotated[str, Meta(pattern=NAME)]
@@ -77,7 +77,7 @@ class _Override(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pool: int | str
 
 
-def read_baton_format(tree: Tree, namespace: str, problems: Problems) -> FileSpec:
+def read_baton_format(tree: Tree, namespace: str, endpoints: Endpoints, problems: Problems) -> FileSpec:
     """Return the content of a file in this format. The result is only valid if no problem was recorded."""
     file = convert(tree, _File, "", problems)
     if file is None:
@@ -93,7 +93,7 @@ def read_baton_format(tree: Tree, namespace: str, problems: Problems) -> FileSpe
         if expected != (section is not None):
             problems.add(role, "missing" if expected else f"not allowed with mode {file.mode}")
         elif section is not None:
-            roles[role] = _read_role(section, role, namespace, problems)
+            roles[role] = _read_role(section, role, namespace, endpoints[role], problems)
     return FileSpec(
         roles=roles,
         retry=Retry(faster=file.retry.faster, others=file.retry.others),
@@ -104,9 +104,9 @@ def read_baton_format(tree: Tree, namespace: str, problems: Problems) -> FileSpe
     )
 
 
-def _read_role(tree: Tree, role: PoolRole, namespace: str, problems: Problems) -> RoleSpec:
+def _read_role(tree: Tree, role: PoolRole, namespace: str, endpoint: str, problems: Problems) -> RoleSpec:
     section = convert(tree, _Role, role, problems) or _Role(pools=[])
-    pools = [_read_pool(item, n, role, namespace, problems) for n, item in enumerate(section.pools)]
+    pools = [_read_pool(item, n, role, namespace, endpoint, problems) for n, item in enumerate(section.pools)]
     axes = _read_axes(section.axes, f"{role}.axes", problems)
     overrides = [_read_override(item, f"{role}.overrides[{n}]", problems) for n, item in enumerate(section.overrides)]
     return RoleSpec(
@@ -129,18 +129,16 @@ def _read_mapping(section: _Role, has_axes: bool, at: str, problems: Problems) -
     return 0
 
 
-def _read_pool(value: object, number: int, role: PoolRole, namespace: str, problems: Problems) -> PoolSpec | None:
+def _read_pool(
+    value: object, number: int, role: PoolRole, namespace: str, default_endpoint: str, problems: Problems
+) -> PoolSpec | None:
     at = f"{role}.pools[{number}]"
     pool = convert(value, _Pool, at, problems)
     if pool is None:
         return None
     prefix = namespace if role == "aggregated" else f"{namespace}-{role}"
     pool_namespace = pool.namespace or f"{prefix}-{pool.name}"
-    endpoint = pool.endpoint or ENDPOINTS[role]
-    if pool.workers and endpoint != ENDPOINTS[role]:
-        problems.add(
-            f"{at}.endpoint", f"workers started from this file serve {ENDPOINTS[role]}; remove endpoint or workers"
-        )
+    endpoint = _read_endpoint(pool, role, default_endpoint, at, problems)
     return PoolSpec(
         at=at,
         namespace=pool_namespace,
@@ -155,6 +153,15 @@ def _read_pool(value: object, number: int, role: PoolRole, namespace: str, probl
         workers=pool.workers.count if pool.workers else 0,
         settings=pool.workers.settings if pool.workers else {},
     )
+
+
+def _read_endpoint(pool: _Pool, role: PoolRole, default: str, at: str, problems: Problems) -> str:
+    if not pool.workers:
+        return pool.endpoint or default
+    served = ENDPOINTS[role]
+    if pool.endpoint not in (None, served):
+        problems.add(f"{at}.endpoint", f"workers started from this file serve {served}; remove endpoint or workers")
+    return served
 
 
 def _read_axes(items: list[object], at: str, problems: Problems) -> tuple[AxisSpec, ...]:

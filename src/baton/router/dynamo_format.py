@@ -10,7 +10,7 @@ import msgspec
 from baton.router.grid import Axis, AxisName
 from baton.router.parsing import NAME, PATTERN_MESSAGES, Problems, Tree, convert, count_entries
 from baton.router.plan import Pool, PoolRole, Retry
-from baton.router.specs import ENDPOINTS, AxisSpec, FileSpec, OverrideSpec, PoolSpec, RoleSpec
+from baton.router.specs import AxisSpec, Endpoints, FileSpec, OverrideSpec, PoolSpec, RoleSpec
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def is_dynamo_format(tree: Tree) -> bool:
     return tree.get("mode") in tuple(_MODES) or not _DYNAMO_KEYS.isdisjoint(tree)
 
 
-def read_dynamo_format(tree: Tree, _namespace: str, problems: Problems) -> FileSpec:
+def read_dynamo_format(tree: Tree, _namespace: str, endpoints: Endpoints, problems: Problems) -> FileSpec:
     """Return the content of a file in this format. The result is only valid if no problem was recorded."""
     file = convert(tree, _File, "", problems)
     if file is None:
@@ -64,18 +64,19 @@ def read_dynamo_format(tree: Tree, _namespace: str, problems: Problems) -> FileS
     for prefix, role in _MODES[file.mode].items():
         strategy = _require(tree, f"{prefix}_pool_selection_strategy", dict[str, object], "", problems)
         if strategy is not None:
-            roles[role] = _read_role(tree, _with_current_names(strategy), prefix, role, problems)
+            pools = tuple(_read_pools(tree, prefix, endpoints[role], problems))
+            roles[role] = _read_role(_with_current_names(strategy), prefix, pools, problems)
     _warn_deprecated(tree, _MODES[file.mode], problems)
     _warn_unknown(tree, _MODES[file.mode], problems)
     return FileSpec(roles=roles, retry=Retry(faster=file.enable_priority_retry))
 
 
-def _read_role(tree: Tree, strategy: Tree, prefix: str, role: PoolRole, problems: Problems) -> RoleSpec:
+def _read_role(strategy: Tree, prefix: str, pools: tuple[PoolSpec, ...], problems: Problems) -> RoleSpec:
     at = f"{prefix}_pool_selection_strategy"
     mapping = f"{prefix}_pool_mapping"
     return RoleSpec(
         at=at,
-        pools=tuple(_read_pools(tree, prefix, role, problems)),
+        pools=pools,
         axes=tuple(_read_axes(strategy, prefix, at, problems)),
         mapping=_require(strategy, mapping, list[object], at, problems),
         mapping_at=f"{at}.{mapping}",
@@ -98,7 +99,7 @@ def _with_current_names(strategy: Tree) -> Tree:
     return renamed | {key: value for key, value in strategy.items() if key not in _DEPRECATED}
 
 
-def _read_pools(tree: Tree, prefix: str, role: PoolRole, problems: Problems) -> Iterator[PoolSpec]:
+def _read_pools(tree: Tree, prefix: str, endpoint: str, problems: Problems) -> Iterator[PoolSpec]:
     at = f"{prefix}_pool_dynamo_namespaces"
     namespaces = _require(tree, at, list[object], "", problems)
     count = _require(tree, f"num_{prefix}_pools", int, "", problems)
@@ -114,7 +115,7 @@ def _read_pools(tree: Tree, prefix: str, role: PoolRole, problems: Problems) -> 
         if namespace is not None and not re.fullmatch(NAME, namespace):
             problems.add(f"{at}[{n}]", PATTERN_MESSAGES[NAME])
         elif namespace is not None:
-            pool = Pool(name=namespace, path=f"{namespace}.{ENDPOINTS[role]}", priority=priority)
+            pool = Pool(name=namespace, path=f"{namespace}.{endpoint}", priority=priority)
             yield PoolSpec(at=f"{at}[{n}]", pool=pool, namespace=namespace)
 
 

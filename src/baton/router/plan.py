@@ -71,6 +71,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     retry: Retry = Retry()
     adaptive: bool = False
 
+    def with_default_targets(self, ttft_ms: float | None, itl_ms: float | None) -> "Plan":
+        """Return the plan with these defaults where they are not None."""
+        return msgspec.structs.replace(
+            self,
+            ttft_ms=self.ttft_ms if ttft_ms is None else ttft_ms,
+            itl_ms=self.itl_ms if itl_ms is None else itl_ms,
+        )
+
     @property
     def roles(self) -> dict[PoolRole, RolePlan]:
         """The plan of each role."""

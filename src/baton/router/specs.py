@@ -1,7 +1,7 @@
 """The content of a topology file with the path of each value, and its validation into role plans."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,9 @@ log = logging.getLogger(__name__)
 
 MAX_BOUND = 1e12
 MAX_BUCKETS = 10_000
-ENDPOINTS: dict[PoolRole, str] = {
+Endpoints = Mapping[PoolRole, str]
+
+ENDPOINTS: Endpoints = {
     "prefill": "prefill.generate",
     "decode": "decode.generate",
     "aggregated": "worker.generate",

@@ -9,7 +9,7 @@ from baton.router.baton_format import read_baton_format
 from baton.router.dynamo_format import is_dynamo_format, read_dynamo_format
 from baton.router.parsing import Problems, Tree, load_tree
 from baton.router.plan import Aggregated, Disaggregated, Plan, PoolRole, RolePlan
-from baton.router.specs import FileSpec, build_role_plan, warn_unused
+from baton.router.specs import ENDPOINTS, FileSpec, build_role_plan, warn_unused
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +30,10 @@ class TopologyFile(msgspec.Struct, frozen=True, kw_only=True):
     settings: Tree
 
 
-def read_topology(path: Path, namespace: str) -> TopologyFile:
+def read_topology(path: Path, namespace: str, pool_endpoint: str = "") -> TopologyFile:
     """Return the content of the file; `namespace` is the router's own.
+
+    `pool_endpoint` is the component and endpoint of pools for which the file names none; empty: Baton's workers.
 
     Raises ConfigError, in one line with the path of each problem inside the file. Logs a warning for what is valid but
     probably a mistake.
@@ -39,7 +41,8 @@ def read_topology(path: Path, namespace: str) -> TopologyFile:
     tree = load_tree(path)
     problems = Problems(path)
     read = read_dynamo_format if is_dynamo_format(tree) else read_baton_format
-    spec = read(tree, namespace, problems)
+    endpoints = dict.fromkeys(ENDPOINTS, pool_endpoint) if pool_endpoint else ENDPOINTS
+    spec = read(tree, namespace, endpoints, problems)
     problems.raise_if_any()
     _check_namespaces(spec, namespace, problems)
     plans = {role: build_role_plan(section, problems) for role, section in spec.roles.items()}

@@ -55,7 +55,7 @@ def _pool_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
 
 
 def _worker_groups(settings: Settings) -> tuple[WorkerGroup, ...]:
-    groups = read_topology(Path(settings.topology), settings.namespace).groups
+    groups = read_topology(Path(settings.topology), settings.namespace, settings.pool_endpoint).groups
     for group in groups:
         if len(group.pool) > MAX_POOL_NAME:
             raise ConfigError(

@@ -64,6 +64,22 @@ def read(tmp_path: Path, content: object) -> TopologyFile:
     return read_topology(path, "baton")
 
 
+@pytest.mark.parametrize(("endpoint", "served"), [("", "worker.generate"), ("router.generate", "router.generate")])
+def test_pools_are_workers_of_baton_or_have_a_router_of_their_own(tmp_path: Path, endpoint: str, served: str) -> None:
+    path = tmp_path / "router.json"
+    path.write_text(json.dumps(AGGREGATED))
+    (role_plan,) = read_topology(path, "baton", endpoint).plan.roles.values()
+    assert [pool.path for pool in role_plan.pools] == [f"agg_pool_0.{served}", f"agg_pool_1.{served}"]
+
+
+def test_default_targets_of_the_settings_take_precedence(tmp_path: Path) -> None:
+    plan = read(tmp_path, AGGREGATED).plan
+    assert (plan.ttft_ms, plan.itl_ms) == (None, None)
+    given = plan.with_default_targets(0.0, None)
+    assert (given.ttft_ms, given.itl_ms) == (0.0, None)
+    assert given.with_default_targets(None, 20.0).ttft_ms == 0.0
+
+
 def read_error(tmp_path: Path, content: object) -> str:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, content)

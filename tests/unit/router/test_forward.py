@@ -207,12 +207,14 @@ def test_d31_pool_that_misses_the_target_is_skipped_if_adaptive(adaptive: bool) 
     async def body() -> None:
         fleet = Fleet("fast", "slow")
         await fleet.open(fleet.plan(adaptive=adaptive))
-        for _ in range(10):
-            fleet.routing.router("aggregated").states[1].latency["ttft_ms"].add(200.0)
+        slow = fleet.pools["slow"]
+        slow.replies = [lambda: asyncio.sleep(0.3), *slow.replies]
+        await asyncio.gather(*(fleet.send(LONG) for _ in range(10)))
+        assert [len(pool.requests) for pool in fleet.pools.values()] == [0, 10]
         await fleet.send({**LONG, "router": {"ttft_target": 100}})
-        assert [len(pool.requests) for pool in fleet.pools.values()] == ([1, 0] if adaptive else [0, 1])
-        await fleet.send({**LONG, "router": {"ttft_target": 300}})
-        assert len(fleet.pools["slow"].requests) == (1 if adaptive else 2)
+        assert [len(pool.requests) for pool in fleet.pools.values()] == ([1, 10] if adaptive else [0, 11])
+        await fleet.send({**LONG, "router": {"ttft_target": 60_000}})
+        assert len(slow.requests) == (11 if adaptive else 12)
         assert fleet.metric("baton_router_skipped_total", pool="slow", reason="slow") == adaptive
         assert fleet.metric("baton_router_pool_meets", pool="slow", kind="ttft") == 1
 

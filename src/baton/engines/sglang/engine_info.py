@@ -107,9 +107,7 @@ def facts_of(engine: Engine, snapshots: list[Snapshot]) -> Facts:
     )
 
 
-def engine_info(
-    facts: Facts, mode: LaunchMode, options: SglangOptions, arguments: Arguments, model_dir: Path, name: str
-) -> EngineInfo:
+def engine_info(facts: Facts, mode: LaunchMode, arguments: Arguments, model_dir: Path, name: str) -> EngineInfo:
     """Return what a started engine serves."""
     has_bootstrap = mode.disaggregation == "prefill" and arguments.leader
     return EngineInfo(
@@ -126,7 +124,9 @@ def engine_info(
         reasoning_end_token=reasoning_end_token(model_dir),
         embedding_size=facts.hidden_size if mode.embedding else None,
         embedding_dimensions=facts.embedding_dimensions if mode.embedding else (),
-        handoff_host=bootstrap_host(options.host, arguments.values["dist_init_addr"]) if has_bootstrap else None,
+        handoff_host=bootstrap_host(arguments.values["host"], arguments.values["dist_init_addr"])
+        if has_bootstrap
+        else None,
         handoff_port=int(facts.values["disaggregation_bootstrap_port"]) if has_bootstrap else None,
         leader=arguments.leader,
         group=arguments.values["dist_init_addr"] if int(arguments.values["nnodes"]) > 1 else None,

@@ -202,7 +202,7 @@ class SglangHost:
         snapshots = await first_loads(reader)
         self.check_alive()
         facts = facts_of(engine, snapshots)
-        info = engine_info(facts, self.mode, self.options, self.arguments, self.model_dir, self._name)
+        info = engine_info(facts, self.mode, self.arguments, self.model_dir, self._name)
         ranks = range(self.arguments.dp_size) if manager is not None else ()
         self._feed.set_loads(LoadSnapshot(0, 0, 0, info.total_blocks, rank) for rank in ranks)
         pids = engine.get_all_child_pids()

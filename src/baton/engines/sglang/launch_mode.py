@@ -63,7 +63,8 @@ def own_flags(
 ) -> tuple[str, ...]:
     """Return the flags that Baton passes. Defaults that the command line overrides are left out."""
     flags = ["--model-path", str(model_dir), "--served-model-name", name, dialect.stream_flag]
-    defaults = {"host": options.host, "page_size": str(PAGE_SIZE), "log_level": "error"}
+    defaults = {"page_size": str(PAGE_SIZE), "log_level": "error"}
+    defaults |= {"host": options.host} if options.host else {}
     for field, value in defaults.items():
         if field not in given:
             flags += [f"--{field.replace('_', '-')}", value]

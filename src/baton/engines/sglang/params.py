@@ -55,7 +55,7 @@ def request_fields(work: Work, rid: str, index: int, setting: Setting) -> dict[s
         setting.dialect.dp_rank: work.dp_rank,
         setting.dialect.salt: work.cache_salt,
     }
-    return fields | _bootstrap_fields(work.handoff, setting)
+    return fields | _bootstrap_fields(work.handoff, setting) | _prefill_rank(work, setting)
 
 
 def sampling_params(work: Work, index: int, setting: Setting) -> dict[str, Any]:
@@ -186,6 +186,16 @@ def _bootstrap_fields(handoff: Handoff | None, setting: Setting) -> dict[str, An
     if place is None:
         return {}
     return {"bootstrap_host": place.host, "bootstrap_port": place.port, "bootstrap_room": place.room or ROOM_ZERO}
+
+
+def _prefill_rank(work: Work, setting: Setting) -> dict[str, Any]:
+    """Return the rank of a prefill that was chosen by its room.
+
+    Without it SGLang compares the room with the rank within attention data parallelism, which is 0 for every replica of
+    plain data parallelism, and fails the rooms of all other ranks.
+    """
+    chosen = work.dp_rank is not None and isinstance(work.handoff, Produce) and setting.needs_bootstrap
+    return {"disagg_prefill_dp_rank": work.dp_rank} if chosen and setting.dialect.dp_rank == "routed_dp_rank" else {}
 
 
 def _bootstrap_of(handoff: Handoff | None, setting: Setting) -> Bootstrap | None:

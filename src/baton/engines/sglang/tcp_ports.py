@@ -35,14 +35,15 @@ def is_free(host: str, port: int) -> bool:
 
 def bootstrap_host(host: str, dist_init_addr: str | None) -> str:
     """Return the host that peers connect to: that of `dist_init_addr`, if it is given, else `host`."""
-    if not dist_init_addr:
-        return host
-    name = _host_of(dist_init_addr)
-    try:
-        address = str(socket.getaddrinfo(name, None)[0][4][0])
-    except OSError:
-        address = name
+    address = _resolved(_host_of(dist_init_addr)) if dist_init_addr else host
     return f"[{address}]" if ":" in address else address
+
+
+def _resolved(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        return name
 
 
 def _host_of(address: str) -> str:

@@ -2,17 +2,26 @@
 
 from baton.config.directories import discovery_directory
 from baton.config.runtime import RuntimeOptions
+from baton.runtimes.dynamo.addresses import bind_address, is_loopback
+from baton.runtimes.dynamo.event_sockets import event_sockets
+
+
+def environment_defaults(options: RuntimeOptions) -> dict[str, str]:
+    """Return variables that are set unless the user has set them."""
+    # UCX (NIXL) listens on every network device that it may use.
+    return {"UCX_NET_DEVICES": "lo"} if is_loopback(options.bind or bind_address(options)) else {}
 
 
 def environment(options: RuntimeOptions, publishes_metrics: bool = False) -> dict[str, str]:
-    """Return the variables for `options`. Every address is explicit: the runtime guesses none."""
+    """Return the variables for `options`. Every address is explicit: the runtime guesses none. Raises ConfigError."""
+    bind = options.bind or bind_address(options)
     values = {
         "DYN_DISCOVERY_BACKEND": options.discovery,
         "DYN_REQUEST_PLANE": options.requests,
         "DYN_EVENT_PLANE": options.events,
-        "DYN_TCP_RPC_HOST": options.bind,
-        "DYN_TCP_RESPONSE_STREAM_HOST": options.bind,
-        "DYN_EVENT_PLANE_HOST": options.bind,
+        "DYN_TCP_RPC_HOST": bind,
+        "DYN_TCP_RESPONSE_STREAM_HOST": bind,
+        "DYN_EVENT_PLANE_HOST": bind,
         # Model files are read from a shared directory; the runtime must not fetch them from a hub.
         "DYN_SELF_HOST_METADATA": "0",
         "HF_HUB_OFFLINE": "1",
@@ -26,6 +35,8 @@ def environment(options: RuntimeOptions, publishes_metrics: bool = False) -> dic
         values |= {"DYN_SYSTEM_HOST": "127.0.0.1", "DYN_SYSTEM_PORT": "0"}
     if options.discovery == "file":
         values["DYN_FILE_KV"] = str(discovery_directory(options))
+    if (sockets := event_sockets(options)) is not None:
+        values["DYN_ZMQ_BROKER_URL"] = sockets.broker_url
     if options.discovery == "etcd":
         values["ETCD_ENDPOINTS"] = options.etcd
     if "nats" in (options.requests, options.events):

@@ -41,7 +41,7 @@ class DynamoFrontend:
             # The last resort for a worker that hangs.
             "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": str(max(1, round(backend_timeout_s))),
         }
-        self._runtime = DynamoRuntime(options)
+        self._runtime = DynamoRuntime(options, subscribes=True)
         self._served: asyncio.Future[None] | None = None
 
     async def start(self, timeout_s: float = 30.0) -> None:

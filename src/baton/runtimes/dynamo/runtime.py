@@ -7,9 +7,10 @@ import operator
 import os
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 from dynamo import _core
 
 from baton.config.directories import discovery_directory
@@ -18,16 +19,21 @@ from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRe
 from baton.ports.runtime import ModelCard, Rep, Req, Service, Wire
 from baton.protocol.codec import DecodeError
 from baton.protocol.events import LoadSnapshot, Reading
+from baton.runtimes.dynamo.addresses import bind_address
 from baton.runtimes.dynamo.client import DynamoClient
 from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.environment import environment
 from baton.runtimes.dynamo.errors import to_runtime
+from baton.runtimes.dynamo.event_sockets import event_sockets
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.publishers import KvEventPublisher, LoadPublisher
 from baton.runtimes.dynamo.response_writer import ResponseWriter, Sender
 from baton.runtimes.dynamo.routing import ROUTER_MODES, refuse_missing_taints
 from baton.runtimes.dynamo.service_check import check_services
 from baton.runtimes.dynamo.tool_calls import mark_requests_with_tools, refuse_tools
+
+if TYPE_CHECKING:
+    from baton.runtimes.dynamo.event_broker import EventBroker
 
 log = logging.getLogger(__name__)
 
@@ -273,12 +279,17 @@ class DynamoRuntime:
         publishes_metrics: bool = False,
         reader_stall_timeout_s: float = 60.0,
         cancel_grace_s: float = 1.0,
+        subscribes: bool = False,
     ) -> None:
+        """Prepare. `subscribes`: this process routes by events, so it may have to forward those of its host."""
+        options = msgspec.structs.replace(options, bind=bind_address(options))
         self._options = options
         self._publishes_metrics = publishes_metrics
         self._environment = environment(options, publishes_metrics)
         self._reader_stall_timeout_s = reader_stall_timeout_s
         self._cancel_grace_s = cancel_grace_s
+        self._subscribes = subscribes
+        self._broker: EventBroker | None = None
         self._raw: _core.DistributedRuntime | None = None
         self._endpoints: list[DynamoEndpoint] = []
         # Kept: the runtime logs an error when it has an update for a client that was dropped.
@@ -298,12 +309,24 @@ class DynamoRuntime:
             discovery_directory(options).mkdir(parents=True, exist_ok=True)
         refuse_unusable_address(options.bind, 0, "--runtime-bind", "--runtime-bind")
         await check_services(options)
+        self._start_broker()
         os.environ.update(self._environment)
         loop = asyncio.get_running_loop()
         try:
             self._raw = _core.DistributedRuntime(loop, options.discovery, options.requests, event_plane=options.events)
         except Exception as error:
             raise ConfigError(f"the runtime cannot start: {error}") from error
+
+    def _start_broker(self) -> None:
+        sockets = event_sockets(self._options)
+        if sockets is None:
+            return
+        sockets.prepare()
+        if self._subscribes:
+            from baton.runtimes.dynamo.event_broker import EventBroker  # imports ZMQ, which workers do not need
+
+            self._broker = EventBroker(sockets)
+            self._broker.start()
 
     async def serve(self, path: str, service: Service[Req, Rep]) -> DynamoEndpoint:
         """See `Runtime.serve`."""
@@ -350,6 +373,9 @@ class DynamoRuntime:
 
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
+        broker, self._broker = self._broker, None
+        if broker is not None:
+            await broker.stop()
         raw, self._raw = self._raw, None
         if raw is None:
             return

@@ -124,6 +124,10 @@ def test_where_other_engines_find_this_one(address: str | None, host: str) -> No
     assert bootstrap_host("10.1.1.1", address) == host
 
 
+def test_an_ipv6_host_is_announced_in_brackets() -> None:
+    assert bootstrap_host("fd00::1", None) == "[fd00::1]"
+
+
 def write_header(directory: Path, shapes: dict[str, list[int]], name: str = "model.safetensors") -> Path:
     directory.mkdir(exist_ok=True)
     header = {key: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for key, shape in shapes.items()}
