@@ -21,7 +21,7 @@ serve: $(SERVING)
 
 # docs/testing.md says what each tier runs.
 unit: $(DEVELOPMENT)
-	$(BIN)/python -m pytest --numprocesses 2 -p tests.without_torch -m "not (process or torch)" \
+	$(BIN)/python -m pytest --numprocesses 4 -p tests.without_torch -m "not (process or torch)" \
 		tests/unit tests/contract/test_engine_echo.py tests/contract/test_runtime_memory.py $(ARGS)
 
 test: check machine

@@ -606,4 +606,4 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=500, stateful_step_count=60, deadline=None)
+TestInterleavings.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
