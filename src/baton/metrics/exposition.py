@@ -1,15 +1,35 @@
-"""Joins Prometheus text of several sources into one page: the first source of a metric name wins."""
+"""Prometheus text of several sources: labels added, and joined into one page."""
 
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 log = logging.getLogger(__name__)
 
 _DECLARED = re.compile(r"# (?:HELP|TYPE) (\S+)")
 _SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABELLED = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:[^"}]|"(?:\\.|[^"\\])*")*)\})?(\s.*)')
+_LABEL = re.compile(r'([a-zA-Z_]\w*)="(?:\\.|[^"\\])*"')
 _SUFFIXES = ("", "_bucket", "_sum", "_count", "_total", "_created", "_info")
+
+
+def add_labels(text: str, labels: Mapping[str, str]) -> str:
+    """Return `text` with `labels` on every sample. A label that a sample has already stays as it is."""
+    escaped = {
+        name: value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for name, value in labels.items()
+    }
+    return "".join(_add_labels_to(line, escaped) + "\n" for line in text.splitlines())
+
+
+def _add_labels_to(line: str, labels: Mapping[str, str]) -> str:
+    sample = None if line.startswith("#") else _LABELLED.fullmatch(line)
+    if sample is None:
+        return line
+    name, given, rest = sample[1], (sample[2] or "").rstrip(", "), sample[3]
+    taken = set(_LABEL.findall(given))
+    added = [f'{label}="{value}"' for label, value in labels.items() if label not in taken]
+    return f"{name}{{{','.join([given, *added] if given else added)}}}{rest}"
 
 
 def join(texts: Iterable[str]) -> str:

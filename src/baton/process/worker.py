@@ -15,7 +15,7 @@ from baton.engines.registry import build_engine, import_engine
 from baton.errors import EngineDead, Unsupported
 from baton.health.canary import Canary, Probe, try_probe
 from baton.health.watchdog import watch
-from baton.metrics.exposition import TimedScrape, join
+from baton.metrics.exposition import TimedScrape, add_labels, join
 from baton.metrics.worker import WorkerMetrics
 from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Endpoint, Runtime
@@ -97,7 +97,7 @@ class Worker:
         self._canary_task: asyncio.Task[Any] | None = None
         self._follower_events = FollowerEvents()
         self._scrapes = [
-            TimedScrape("the engine", lambda: asyncio.to_thread(engine.metrics), SCRAPE_TIMEOUT_S),
+            TimedScrape("the engine", self._engine_metrics, SCRAPE_TIMEOUT_S),
             TimedScrape("the runtime", runtime.metrics, SCRAPE_TIMEOUT_S),
         ]
         self.observed.in_flight.set_function(lambda: self.gate.in_flight)
@@ -124,6 +124,22 @@ class Worker:
         """See `Subject.metrics`."""
         scrapes = self._scrapes if self._info is not None else []
         return join([self.observed.render(), *await asyncio.gather(*(scrape.text() for scrape in scrapes))])
+
+    async def _engine_metrics(self) -> str:
+        """Return the engine's metrics with the labels that dashboards of Dynamo select by."""
+        text = await asyncio.to_thread(self._engine.metrics)
+        namespace, component, endpoint = path_of(self._settings, self._role).split(".", 2)
+        model = self._info.model_name if self._info is not None else ""
+        return add_labels(
+            text,
+            {
+                "dynamo_namespace": namespace,
+                "dynamo_component": component,
+                "dynamo_endpoint": endpoint,
+                "model": model,
+                "model_name": model,
+            },
+        )
 
     def control(self) -> Controller | None:
         """See `Controlled.control`."""

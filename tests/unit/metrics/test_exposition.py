@@ -6,7 +6,7 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.metrics.exposition import TimedScrape, join
+from baton.metrics.exposition import TimedScrape, add_labels, join
 from baton.testing import run_bounded
 
 HISTOGRAM = """# HELP a_seconds Time
@@ -71,3 +71,18 @@ def test_a_source_that_fails_is_empty_and_logged(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         run_bounded(body())
     assert "the metrics of the engine failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "labelled"),
+    [
+        ("steps_total 3", 'steps_total{a="1",b="x\\"y"} 3'),
+        ("steps{} 3 1700", 'steps{a="1",b="x\\"y"} 3 1700'),
+        ('sglang:steps{a="own"} 3', 'sglang:steps{a="own",b="x\\"y"} 3'),
+        ('steps{c="}, a=\\"",} 3', 'steps{c="}, a=\\"",a="1",b="x\\"y"} 3'),
+        ("# HELP steps Steps", "# HELP steps Steps"),
+        ("", ""),
+    ],
+)
+def test_labels_are_added_to_samples_that_lack_them(line: str, labelled: str) -> None:
+    assert add_labels(line + "\n", {"a": "1", "b": 'x"y'}) == labelled + "\n"
