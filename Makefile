@@ -14,7 +14,7 @@ PARALLEL := --numprocesses $(JOBS) --dist loadfile
 # Left to `make test-all`.
 LONG := faults or fuzz or soak or slow
 
-.PHONY: serve unit test test-all test-long test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers machine clean
+.PHONY: serve unit test test-all test-long test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers reliability machine clean
 
 serve: $(SERVING)
 	$(BIN)/baton serve $(ARGS)
@@ -61,6 +61,10 @@ bench-disagg: $(DEVELOPMENT)
 
 bench-handlers: $(DEVELOPMENT)
 	$(BIN)/python -m bench.handlers $(ARGS)
+
+# Ten thousand requests in every layout, while workers are killed, frozen and cut off: 20 minutes.
+reliability: $(DEVELOPMENT) machine
+	$(BIN)/python -m bench.reliability $(ARGS)
 
 bench-router: $(DEVELOPMENT)
 	$(BIN)/python -m bench.router $(ARGS)
