@@ -118,13 +118,21 @@ def test_a_worker_joins_and_leaves_under_load_and_nobody_notices(
 
 
 def test_ways_that_do_not_meet_are_named(start: Callable[..., Apart], letters: Path) -> None:
-    own = [("--role", "prefill", "--kv-transports", "tcp"), ("--role", "decode", "--kv-transports", "shm")]
-    apart = start(Apart, "--model", str(letters), *EXACT, own=own)
-    for stream in (False, True):
+    def times_named() -> int:
+        return apart.log_of("worker-1").count("no transport reads the prefill worker's memory (it offers tcp)")
+
+    def is_named(stream: bool) -> bool:
+        """Whether a request reaches the decode worker. A frontend that has just found its workers answers 503 too."""
+        before = times_named()
         answer = ask(apart, Question("Which way?", 8), stream)
         assert answer.is_error(503), answer
         assert answer.text == ""
-    assert "no transport reads the prefill worker's memory (it offers tcp)" in apart.log_of("worker-1")
+        return times_named() > before
+
+    own = [("--role", "prefill", "--kv-transports", "tcp"), ("--role", "decode", "--kv-transports", "shm")]
+    apart = start(Apart, "--model", str(letters), *EXACT, own=own)
+    for stream in (False, True):
+        eventually(lambda stream=stream: is_named(stream), what="the decode worker names the transports")
     assert_nothing_held(apart, prefill=1)
     apart.stop()
 
