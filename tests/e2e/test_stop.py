@@ -46,5 +46,12 @@ def test_a_worker_that_was_frozen_until_discovery_forgot_it_comes_back(start: Ca
     eventually(lambda: serve.instances() == 1, 20, "discovery has forgotten it")
     frozen.send_signal(signal.SIGCONT)
     eventually(lambda: serve.instances() == 2, 30, "it is back")
-    assert not frozen.is_running(), "by a restart"
+    assert serve.worker(1).pid == frozen.pid, "it has registered again"
+    before = serve.ended("completed", 1)
+    body = {"model": "echo", "prompt": "hello", "max_tokens": 2}
+    eventually(
+        lambda: serve.post("/v1/completions", body)[0] == 200 and serve.ended("completed", 1) > before,
+        30,
+        "it gets requests",
+    )
     serve.stop()
