@@ -191,13 +191,13 @@ class OutputStream:
         tokens, self._tokens = self._tokens, {}
         if tokens and self._writers:
             self._wake_writers()
-        deltas = [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
         outputs: list[Output] = []
-        if self._cached is not None and deltas:
+        if self._cached is not None and tokens:
             outputs.append(self._cached)
             self._cached = None
+        deltas = [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
         if not self._urgent:
-            return [*outputs, *deltas] if outputs else list(deltas)
+            return [*outputs, *deltas]
         if self._handoff is not None:
             outputs.append(self._handoff)
             self._handoff = None
