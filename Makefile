@@ -62,7 +62,7 @@ bench-disagg: $(DEVELOPMENT)
 bench-handlers: $(DEVELOPMENT)
 	$(BIN)/python -m bench.handlers $(ARGS)
 
-# Ten thousand requests in every layout, while workers are killed, frozen and cut off: 20 minutes.
+# Ten thousand requests in every layout, while workers are killed, frozen and cut off.
 reliability: $(DEVELOPMENT) machine
 	$(BIN)/python -m bench.reliability $(ARGS)
 
