@@ -55,6 +55,7 @@ class EventBroker:
             incoming = self._listen(zmq.XSUB, self._sockets.publishers)
             outgoing = self._listen(zmq.XPUB, self._sockets.subscribers)
         except (OSError, zmq.ZMQError) as error:
+            self._context.destroy(linger=0)  # a socket that stays open would keep `stop` waiting
             log.error(
                 "KV events and load do not reach this process: cannot listen in %s: %s", self._sockets.directory, error
             )

@@ -13,6 +13,7 @@ from baton.errors import ConfigError
 from baton.runtimes.dynamo.environment import environment
 from baton.runtimes.dynamo.event_broker import EventBroker
 from baton.runtimes.dynamo.event_sockets import EventSockets, event_sockets
+from baton.testing import eventually
 
 
 @pytest.fixture
@@ -70,6 +71,20 @@ def test_a_broker_that_waits_for_its_turn_can_be_stopped(sockets: EventSockets) 
         second.start()
         await second.stop()
         await first.stop()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_broker_that_cannot_listen_says_so_and_can_be_stopped(
+    sockets: EventSockets, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(sockets.subscribers.removeprefix("ipc://")).mkdir()
+
+    async def body() -> None:
+        broker = EventBroker(sockets)
+        broker.start()
+        await eventually(lambda: "cannot listen" in caplog.text)
+        await broker.stop()
 
     asyncio.run(asyncio.wait_for(body(), 30))
 
