@@ -38,13 +38,14 @@ class Manager:
 
     def __init__(self, pace_s: float) -> None:
         self.rid_to_state: dict[str, State] = {}
+        self._generating: dict[str, State] = {}
         self._pace_s = pace_s
         self._work = asyncio.Event()
         self._stepping = asyncio.create_task(self._run())
 
     async def generate_request(self, request: Request, http: None = None) -> AsyncGenerator[Chunk, None]:
         """Yield new tokens whenever there are some."""
-        state = self.rid_to_state[request.rid] = State(request)
+        state = self.rid_to_state[request.rid] = self._generating[request.rid] = State(request)
         self._work.set()
         try:
             while True:
@@ -57,10 +58,12 @@ class Manager:
                     return
         finally:
             self.rid_to_state.pop(request.rid, None)
+            self._generating.pop(request.rid, None)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """End a request with finish reason `abort`."""
         if (state := self.rid_to_state.get(rid)) is not None:
+            self._generating.pop(rid, None)
             self._emit(state, [], {"type": "abort", "message": "Abort"})
 
     async def close(self) -> None:
@@ -73,21 +76,24 @@ class Manager:
         clock = asyncio.get_running_loop().time
         due = clock()
         while True:
-            if not self.rid_to_state:
+            if not self._generating:
                 self._work.clear()
                 await self._work.wait()
                 due = clock()
             due += self._pace_s
             await asyncio.sleep(max(0.0, due - clock()))
-            for state in tuple(self.rid_to_state.values()):
+            for state in tuple(self._generating.values()):
                 self._step(state)
 
     def _step(self, state: State) -> None:
         prompt, limit = state.request.input_ids, state.request.max_new_tokens
+        token = prompt[state.generated % len(prompt)]
+        state.generated += 1
         if state.generated < limit:
-            token = prompt[state.generated % len(prompt)]
-            state.generated += 1
-            self._emit(state, [token], {"type": "length", "length": limit} if state.generated == limit else None)
+            self._emit(state, [token], None)
+        else:
+            del self._generating[state.request.rid]
+            self._emit(state, [token], {"type": "length", "length": limit})
 
     def _emit(self, state: State, tokens: list[int], finish: Chunk | None) -> None:
         meta = {

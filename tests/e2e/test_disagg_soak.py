@@ -38,6 +38,8 @@ ANSWER_S = 60.0
 SETTLE_S = 30.0
 # A leak of 1 KiB for each request would be 2.5 MiB on a prefill worker over the second half of the run.
 GROWTH_BYTES = 2 << 20
+# The runtime's pools of threads and connections breathe; a leak of one in a hundred requests would be ten times that.
+SPARE = 5
 PREFIX = "".join(f"{number} bottles of beer on the wall, " for number in range(40))
 
 
@@ -104,7 +106,8 @@ def test_nothing_stays_behind(
         )
     assert ended.get("failed", 0) == ended.get("expired", 0) == 0
     assert [worker.pid for worker in workers] == [split.worker(number).pid for number in range(split.workers)]
-    assert after == before
+    for number, (now, then) in enumerate(zip(after, before, strict=True)):
+        assert all(value <= known + SPARE for value, known in zip(now, then, strict=True)), f"{number}: {then} -> {now}"
     if style == "early":  # the other run is too short to tell a leak from a cache that fills
         assert max(growth) < GROWTH_BYTES
     split.stop()
@@ -237,15 +240,26 @@ def judged(asked: Ask, status: int, text: str) -> str:
 
 
 def settled(workers: list[psutil.Process], wanted: list[Usage] | None) -> list[Usage]:
-    """Return what the workers use once that is what is wanted, or else does not change for a while."""
+    """Return what the workers use once that is no more than is wanted, or else does not change for a while."""
     end = time.monotonic() + SETTLE_S
     now = [usage(worker) for worker in workers]
-    while now != wanted and time.monotonic() < end:
+    while not within(now, wanted) and time.monotonic() < end:
         time.sleep(2)
         last, now = now, [usage(worker) for worker in workers]
         if wanted is None and last == now:
             break
     return now
+
+
+def within(now: list[Usage], wanted: list[Usage] | None) -> bool:
+    """Return whether no worker uses more of anything than is wanted."""
+    if wanted is None:
+        return False
+    return all(
+        value <= limit
+        for uses, limits in zip(now, wanted, strict=True)
+        for value, limit in zip(uses, limits, strict=True)
+    )
 
 
 def usage(process: psutil.Process) -> Usage:

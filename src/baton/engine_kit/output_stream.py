@@ -19,6 +19,11 @@ from baton.protocol.outputs import (
     TokenDelta,
 )
 
+# An event loop that is late with its timers has more to do than it can: the next tokens of a stream wait for as many
+# times as long as the loop was late, so that fewer and larger chunks are sent.
+LATE_FACTOR = 32
+MAX_EXTRA_DELAY_S = 0.05
+
 
 class OutputStream:
     """A Stream (see `ports/engine.py`) with its writing side.
@@ -32,6 +37,7 @@ class OutputStream:
         "_finished",
         "_handoff",
         "_kv",
+        "_late_s",
         "_logprobs",
         "_loop",
         "_not_before",
@@ -57,6 +63,7 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._not_before = 0.0
+        self._late_s = 0.0  # by how much the last timer was late
         self._writers: list[asyncio.Future[None]] = []
 
     @property
@@ -148,7 +155,7 @@ class OutputStream:
 
     async def read(self, not_before: float = 0.0) -> list[Output]:
         """See `Stream.read`."""
-        self._not_before = not_before
+        self._not_before = not_before = not_before + min(LATE_FACTOR * self._late_s, MAX_EXTRA_DELAY_S)
         if not (self._urgent or (self._tokens and self._loop.time() >= not_before)):
             await self._wait()
         if outputs := self._take():
@@ -173,7 +180,11 @@ class OutputStream:
         if self._loop.time() >= self._not_before:
             self._wake()
         else:
-            self._timer = self._loop.call_at(self._not_before, self._wake)
+            self._timer = self._loop.call_at(self._not_before, self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._late_s = self._loop.time() - self._not_before
+        self._wake()
 
     def _wake_at_once(self) -> None:
         self._urgent = True

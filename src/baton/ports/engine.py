@@ -162,8 +162,9 @@ class Stream(Protocol):
     async def read(self, not_before: float = 0.0) -> list[Output]:
         """Wait for outputs and return all of them, oldest first; an empty list means the stream has ended.
 
-        Returns as soon as there is something to return and the loop's clock has reached `not_before`; the end of the
-        stream is never held back. Raises what the stream failed with, after what came before it has been read.
+        Returns as soon as there is something to return and the loop's clock has reached `not_before` (or a little
+        later, while the loop has more to do than it can); the end of the stream is never held back. Raises what the
+        stream failed with, after what came before it has been read.
         Cancelling a read loses nothing.
         """
 

@@ -1,6 +1,7 @@
 """The output stream: everything written is read once, merged, at any reading pace."""
 
 import asyncio
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -139,6 +140,27 @@ def test_not_before_delays_and_merges_tokens(written: str) -> None:
         assert not reading.done()
         assert await reading == [TokenDelta([1, 2])]
         assert clock() >= not_before - 0.002
+
+    run_bounded(body())
+
+
+def test_tokens_wait_longer_after_the_loop_was_late() -> None:
+    async def body() -> None:
+        stream = OutputStream()
+        loop = asyncio.get_running_loop()
+        stream.push([1])
+        first = asyncio.create_task(stream.read(loop.time() + 0.001))
+        await asyncio.sleep(0)
+        time.sleep(0.02)  # noqa: ASYNC251 - the loop cannot fire the timer when it is due
+        assert await first == [TokenDelta([1])]
+        stream.push([2])
+        second = asyncio.create_task(stream.read(loop.time()))
+        await asyncio.sleep(0)
+        stream.push([3])
+        assert await second == [TokenDelta([2, 3])]
+        stream.push([4])
+        stream.finish(FinishReason.STOP)
+        assert await stream.read() == [TokenDelta([4]), Finished(FinishReason.STOP)]
 
     run_bounded(body())
 
