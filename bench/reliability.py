@@ -32,6 +32,7 @@ from tests.e2e.pooled import Pooled
 RESULTS = Path("bench/results")
 AT_ONCE = 16
 KILL_EVERY_S = 20.0
+MENDED_S = 60.0
 FREEZE_AT_S, CUT_AT_S, ETCD_AT_S = 10.0, 15.0, 8.0
 ETCD_DOWN_S = 3.0
 SETTLE_S = 60.0
@@ -161,7 +162,10 @@ def _running(system: System) -> Iterator[Serve]:
 
 
 async def inject(deployment: Deployment, faults: dict[str, int], seed: int) -> None:
-    """Break things on a schedule, until cancelled; count in `faults` what was done."""
+    """Break one thing after the other, until cancelled; count in `faults` what was done.
+
+    What was broken before has been mended by then, unless that takes longer than `MENDED_S`.
+    """
     chance = random.Random(seed)
     began = time.monotonic()
     schedule = [
@@ -176,8 +180,22 @@ async def inject(deployment: Deployment, faults: dict[str, int], seed: int) -> N
     ]
     for at_s, name, act in sorted(schedule, key=lambda entry: entry[0]):
         await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
+        await asyncio.to_thread(_wait_until_mended, deployment)
         await asyncio.to_thread(act)
         faults[name] = faults.get(name, 0) + 1
+
+
+def _wait_until_mended(deployment: Deployment) -> None:
+    end = time.monotonic() + MENDED_S
+    while not _healthy(deployment) and time.monotonic() < end:
+        time.sleep(0.5)
+
+
+def _healthy(deployment: Deployment) -> bool:
+    try:
+        return all(deployment.system.health(worker) == 200 for worker in deployment.workers)
+    except OSError:
+        return False
 
 
 def _signal(deployment: Deployment, chance: random.Random, number: signal.Signals) -> None:
@@ -264,10 +282,7 @@ async def _disturbed(clients: Clients, deployment: Deployment, faults: dict[str,
 
 
 def _all_healthy(deployment: Deployment) -> None:
-    def healthy() -> bool:
-        return all(deployment.system.health(worker) == 200 for worker in deployment.workers)
-
-    eventually(healthy, 120, "every worker is healthy")
+    eventually(lambda: _healthy(deployment), 120, "every worker is healthy")
 
 
 def main() -> None:

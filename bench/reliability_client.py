@@ -14,6 +14,7 @@ Kind = Literal["whole", "stream", "slow", "cancelled", "invalid"]
 
 SHARES: dict[Kind, float] = {"cancelled": 0.10, "invalid": 0.03, "slow": 0.02}
 ANSWER_TIMEOUT_S = 150.0
+RETRY_AFTER_S = 1.0  # a client waits this long after an error
 SLOW_READ_BYTES, SLOW_PAUSE_S = 2048, 0.02
 # What a client may get while workers are killed: no worker can take the request, or its last one is gone.
 EXPECTED_ERRORS = (500, 503, 404)
@@ -73,7 +74,7 @@ class Clients:
                 outcome = "hung"
             self.tally.outcomes[outcome] += 1
             if outcome.startswith("error"):
-                await asyncio.sleep(0.1)  # as a client that tries again does
+                await asyncio.sleep(RETRY_AFTER_S)
 
     def _choose(self) -> tuple[Kind, Question]:
         plain = (1 - sum(SHARES.values())) / 2
