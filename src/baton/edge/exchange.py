@@ -13,7 +13,6 @@ import msgspec
 
 from baton.edge.errors import FieldError, Problem, error_answer, problem_of
 from baton.edge.frontend_errors import has_error_event, problem_from_frontend, rewrite_error_events
-from baton.edge.heads import id_headers
 from baton.edge.messages import HOP_BY_HOP, Answer, Headers, Request, end_to_end, request_head
 from baton.edge.routes import Json, Route
 from baton.edge.upstream import UpstreamConnection
@@ -215,7 +214,7 @@ class Exchange:
             self._held = data[cut:]
             data = data[:cut]
         if has_error_event(data):
-            data = rewrite_error_events(data, self._route.style, self._request.request_id)
+            data = self._rewritten(data)
         if self._route.normalise_events is not None:
             data = self._route.normalise_events(self._route.path, data)
         if data:
@@ -225,9 +224,16 @@ class Exchange:
         if self._status == 404 and self._route.generates:
             self._task = self._edge.start_task(self._answer_missing_model(body))
         elif self._status >= 400:
-            self._refuse(problem_from_frontend(self._status, body))
+            self._refuse(self._problem(body))
         else:
             self._writer.write_answer(self._request, Answer(status=self._status, body=self._normalised(body)))
+
+    def _problem(self, body: bytes) -> Problem:
+        return problem_from_frontend(self._status, body, self._edge.take_reason(self._request.request_id))
+
+    def _rewritten(self, data: bytes) -> bytes:
+        identity = self._request.request_id
+        return rewrite_error_events(data, self._route.style, identity, self._edge.take_reason(identity))
 
     def _normalised(self, body: bytes) -> bytes:
         assert self._route.normalise is not None
@@ -238,7 +244,7 @@ class Exchange:
 
     async def _answer_missing_model(self, body: bytes) -> None:
         problem = await self._edge.models.explain_missing(self._request, self._edge, self._edge.now())
-        self._refuse(problem or problem_from_frontend(self._status, body))
+        self._refuse(problem or self._problem(body))
 
     async def _answer_itself(self) -> None:
         assert self._route.own is not None
@@ -262,7 +268,7 @@ class Exchange:
         body = prepared_body(self._route, request.body)
         headers = end_to_end(request.headers, _NOT_FORWARDED)
         headers.append((b"host", self._edge.upstream_host))
-        headers += id_headers(request)
+        headers.append((b"x-request-id", request.request_id.encode()))
         if request.method == "POST":
             headers.append((b"content-length", b"%d" % len(body)))
         # The frontend sees GET for HEAD, so that the length of the answer is known; the body stays here.

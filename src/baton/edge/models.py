@@ -47,10 +47,13 @@ class KnownModels:
         if model is None:
             return None
         await self.refresh(frontend, now)
-        return self.missing(model)
+        return self.missing(model, request.path)
 
-    def missing(self, model: str) -> Problem:
-        """Return the problem of a request for `model`, which has no workers."""
+    def missing(self, model: str, path: str) -> Problem:
+        """Return the problem of a request for `model` at `path`, for which there are no workers."""
+        if model in self._served:
+            message = f"the model {model!r} does not serve {path}"
+            return Problem(status=404, message=message, code="model_not_found", param="model")
         if model in self._configured or model in self._seen:
             message = f"the model {model!r} has no worker at the moment; its workers are starting or restarting"
             return Problem(status=503, message=message, code="model_unavailable", param="model", retry_after_s=2)
