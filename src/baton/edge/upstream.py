@@ -6,6 +6,7 @@ take more pauses the connection.
 
 import asyncio
 import logging
+import socket
 from typing import Protocol, cast
 
 import httptools
@@ -36,6 +37,16 @@ class Receiver(Protocol):
         """The connection has failed, before or within the answer."""
 
 
+class Guard(Protocol):
+    """Decides which connections the frontend's port accepts."""
+
+    def admit(self, source_port: int) -> None:
+        """Accept a connection from `source_port`, which this process has bound."""
+
+    def settle(self, source_port: int) -> None:
+        """The connection is established or has ended."""
+
+
 class UpstreamConnection(asyncio.Protocol):
     """One connection to the frontend."""
 
@@ -50,6 +61,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_receiver",
         "_transport",
         "idle_at",
+        "source_port",
     )
 
     def __init__(self, pool: "UpstreamPool") -> None:
@@ -63,6 +75,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._complete = False
         self._keep_alive = False
         self.idle_at = 0.0
+        self.source_port = 0
+        """Not 0 while the guard has to admit it."""
 
     def send(self, receiver: Receiver, head: bytes, body: bytes) -> None:
         """Send a request; `receiver` gets the answer."""
@@ -94,6 +108,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
+        if self.source_port:
+            self._pool.settle(self)
         if self._receiver is None:
             self.abort()
             return
@@ -155,10 +171,11 @@ class UpstreamConnection(asyncio.Protocol):
 class UpstreamPool:
     """The connections to the frontend at one loopback port."""
 
-    def __init__(self, host: str, port: int = 0) -> None:
+    def __init__(self, host: str, port: int = 0, guard: Guard | None = None) -> None:
         self._host = host
         self.port = port
         """Set before the first request."""
+        self._guard = guard
         self._idle: list[UpstreamConnection] = []
         self._all: set[UpstreamConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -187,8 +204,15 @@ class UpstreamPool:
         else:
             connection.abort()
 
+    def settle(self, connection: UpstreamConnection) -> None:
+        """The connection is established at the frontend too, or has ended."""
+        if self._guard is not None:
+            self._guard.settle(connection.source_port)
+        connection.source_port = 0
+
     def forget(self, connection: UpstreamConnection) -> None:
         """Remove a closed connection."""
+        self.settle(connection)
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
@@ -207,15 +231,32 @@ class UpstreamPool:
             connection.abort()
 
     async def _connect(self, opened: "Opened") -> None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(lambda: UpstreamConnection(self), self._host, self.port)
+                connection = await self._open()
         except (OSError, TimeoutError) as error:
             opened.on_lost(PeerLost(f"cannot connect to the frontend: {error}"))
             return
         self._all.add(connection)
         opened.on_connected(connection)
+
+    async def _open(self) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
+        sock = socket.socket()
+        connection = UpstreamConnection(self)
+        try:
+            sock.setblocking(False)
+            sock.bind((self._host, 0))
+            connection.source_port = sock.getsockname()[1]
+            if self._guard is not None:
+                self._guard.admit(connection.source_port)
+            await loop.sock_connect(sock, (self._host, self.port))
+            await loop.create_connection(lambda: connection, sock=sock)
+        except BaseException:
+            self.settle(connection)
+            sock.close()
+            raise
+        return connection
 
 
 class Opened(Protocol):
