@@ -30,6 +30,9 @@ class Receiver(Protocol):
     def on_data(self, data: bytes) -> None:
         """Some of the body has arrived."""
 
+    def flush(self) -> None:
+        """Nothing more has arrived for now."""
+
     def on_end(self) -> None:
         """The answer is complete."""
 
@@ -59,6 +62,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_pieces",
         "_pool",
         "_receiver",
+        "_streams",
         "_transport",
         "idle_at",
         "source_port",
@@ -72,6 +76,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers: Headers = []
         self._pieces: list[bytes] = []
         self._has_head = False
+        self._streams = False
+        """Whether the receiver has the head."""
         self._complete = False
         self._keep_alive = False
         self.idle_at = 0.0
@@ -82,9 +88,10 @@ class UpstreamConnection(asyncio.Protocol):
         """Send a request; `receiver` gets the answer."""
         assert self._transport is not None
         self._receiver = receiver
-        self._transport.write(head)
         if body:
-            self._transport.write(body)
+            self._transport.writelines((head, body))
+        else:
+            self._transport.write(head)
 
     def abort(self) -> None:
         """Close the connection at once, which cancels the request at the frontend. The receiver is not called again."""
@@ -108,8 +115,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        if self.source_port:
-            self._pool.settle(self)
         if self._receiver is None:
             self.abort()
             return
@@ -118,7 +123,12 @@ class UpstreamConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail(f"the frontend sent an invalid answer: {error}")
             return
-        self._deliver()
+        if self._streams and len(self._pieces) == 1 and not self._complete:
+            self._receiver.on_data(self._pieces.pop())
+            if self._receiver is not None:
+                self._receiver.flush()
+        else:
+            self._deliver()
 
     def eof_received(self) -> None:
         """Let the transport close."""
@@ -131,19 +141,24 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _deliver(self) -> None:
         """Pass on what one read has brought. The receiver may abort this connection in each call."""
-        if self._headers and self._has_head and self._receiver is not None:
+        if self.source_port:
+            self._pool.settle(self)
+        if self._has_head and not self._streams and self._receiver is not None:
+            self._streams = True
             headers, self._headers = self._headers, []
             self._receiver.on_head(self._parser.get_status_code(), headers)
         if self._pieces:
-            data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            data = b"".join(self._pieces)
             self._pieces.clear()
             if self._receiver is not None:
                 self._receiver.on_data(data)
         if self._complete and self._receiver is not None:
             receiver, self._receiver = self._receiver, None
-            self._complete = self._has_head = False
+            self._complete = self._has_head = self._streams = False
             self._pool.release(self, self._keep_alive)
             receiver.on_end()
+        elif self._receiver is not None:
+            self._receiver.flush()
 
     def _fail(self, message: str) -> None:
         receiver = self._receiver
