@@ -8,6 +8,8 @@ descriptor of this process by its port.
 import errno
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -25,19 +27,39 @@ def refuse_unusable_address(host: str, port: int, host_flag: str, port_flag: str
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}") from None
 
 
+@contextmanager
+def reserved_port(host: str) -> Iterator[int]:
+    """Yield a free port that no other process can take within the block, while the runtime can listen on it.
+
+    Two sockets may be bound to one port as long as both allow it (SO_REUSEADDR) and neither listens.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+        yield int(reserved.getsockname()[1])
+
+
 def set_nodelay(port: int) -> bool:
     """Set TCP_NODELAY on this process's listener at `port`; return whether there was one."""
     found = False
-    for entry in Path("/proc/self/fd").iterdir():
+    for listener in find_listeners(port):
+        with listener:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            found = True
+    return found
+
+
+def find_listeners(port: int) -> Iterator[socket.socket]:
+    """Yield this process's listeners at `port`, as sockets that the caller closes."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
         try:
             sock = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:
             continue
-        with sock:
-            if _listens_at(sock, port):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                found = True
-    return found
+        if _listens_at(sock, port):
+            yield sock
+        else:
+            sock.close()
 
 
 def _listens_at(sock: socket.socket, port: int) -> bool:
