@@ -128,7 +128,7 @@ def test_a_request_that_the_engine_fails_is_an_error(faulty: Serve) -> None:
 def test_a_request_past_its_deadline_is_an_error(faulty: Serve) -> None:
     body = {"model": "echo", "messages": HELLO, "max_tokens": 10_000}
     status, text = faulty.post(CHAT, body)
-    assert (status, error_in(text)["type"]) == (503, "server_error")
+    assert (status, error_in(text)["code"]) == (504, "deadline_exceeded")
     with pytest.raises(openai.APIError):
         list(faulty.client().chat.completions.create(**body, stream=True))
     faulty.assert_quiet()
