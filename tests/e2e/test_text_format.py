@@ -32,7 +32,7 @@ def test_leaving_frees_every_block(serve: Serve, stream: bool) -> None:
 
 
 WRONG = [
-    (CHAT, {"max_tokens": 0}, "Max tokens"),
+    (CHAT, {"max_tokens": 0}, "'max_tokens'"),
     (CHAT, {"max_tokens": 5000}, "max_tokens"),
     (CHAT, {"n": 17}, "n: "),
     (CHAT, {"temperature": -1}, "Temperature"),
