@@ -14,7 +14,7 @@ from baton.errors import Cancelled, InvalidRequest, Unsupported
 from baton.ports.engine import Work
 from baton.protocol.events import KvStored
 from baton.protocol.ids import RequestId, new_request_id
-from baton.protocol.outputs import Finished, FinishReason, Logprobs, TokenDelta
+from baton.protocol.outputs import Finished, FinishReason, Logprobs, PromptScored, TokenDelta
 from baton.protocol.requests import GuidedDecoding, OutputOptions, Sampling, StopConditions
 from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session, read_to_the_end
@@ -73,7 +73,7 @@ def work(tokens: int = 12, prompt: tuple[int, ...] = PROMPT, **changes: Any) -> 
 
 
 async def answer_of(session: Session, asked: Work) -> tuple[list[int], Finished, list[Logprobs]]:
-    """Return the tokens of the one choice, how it ended, and its log-probabilities."""
+    """Return the tokens of the one choice, how it ended, and the log-probabilities of the prompt and of its tokens."""
     stream = session.engine.submit(asked)
     tokens: list[int] = []
     scores: list[Logprobs] = []
@@ -82,6 +82,8 @@ async def answer_of(session: Session, asked: Work) -> tuple[list[int], Finished,
             if isinstance(output, TokenDelta):
                 tokens += output.token_ids
                 scores += [output.logprobs] if output.logprobs else []
+            elif isinstance(output, PromptScored):
+                scores.append(output.logprobs)
             elif isinstance(output, Finished):
                 end = output
     return tokens, end, scores
@@ -96,19 +98,16 @@ def text_of(tokens: list[int], model: Path) -> str:
 
 def test_log_probabilities_of_answer_and_prompt_agree(engine: Engines) -> None:
     async def body(session: Session) -> None:
-        tokens, end, scores = await answer_of(session, work(16, output=OutputOptions(logprobs=2)))
+        tokens, _, scores = await answer_of(session, work(16, output=OutputOptions(logprobs=2)))
         chosen = [value for part in scores for value in part.chosen]
         best = [position[0] for part in scores for position in part.top]
         assert [alternative.rank for alternative in best] == [1] * 16
         assert [alternative.token_id for alternative in best] == tokens, "greedy takes the best"
-        assert end.prompt_logprobs is None
-        whole = work(1, prompt=(*PROMPT, *tokens), output=OutputOptions(prompt_logprobs=1))
-        _, end, scores = await answer_of(session, whole)
-        assert scores == []
-        assert end.prompt_logprobs is not None
-        assert len(end.prompt_logprobs.chosen) == len(PROMPT) + 16 - 1
-        assert end.prompt_logprobs.chosen[-16:] == pytest.approx(chosen, abs=1e-3)
-        assert [position[0].token_id for position in end.prompt_logprobs.top[-16:]] == tokens
+        whole = work(2, prompt=(*PROMPT, *tokens), output=OutputOptions(prompt_logprobs=1))
+        _, _, (of_prompt,) = await answer_of(session, whole)
+        assert len(of_prompt.chosen) == len(PROMPT) + 16 - 1
+        assert of_prompt.chosen[-16:] == pytest.approx(chosen, abs=1e-3)
+        assert [position[0].token_id for position in of_prompt.top[-16:]] == tokens
 
     engine.run(body)
 

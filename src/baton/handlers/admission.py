@@ -172,6 +172,14 @@ def _unsupported_sampling(request: GenerateRequest, can: Capabilities) -> Iterat
         yield "length_penalty: it ranks the beams of a beam search, which this engine does not have"
     if sampling.logit_bias and not can.logit_bias:
         yield "logit_bias: this engine has no logit bias"
+    if sampling.bad_words and not can.bad_words:
+        yield "bad_words: this engine cannot exclude words"
+    yield from _unsupported_stop(request, can)
+
+
+def _unsupported_stop(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+    if request.stop.stop_regex and not can.stop_regex:
+        yield "stop_regex: this engine does not stop at regular expressions; use stop"
     if request.stop.max_thinking_tokens is not None and not can.max_thinking_tokens:
         yield "max_thinking_tokens: this engine has no thinking budget"
 
