@@ -6,12 +6,12 @@ from contextlib import aclosing
 from baton.handlers.admission import admit
 from baton.handlers.bad_words import with_bad_words
 from baton.handlers.media import MediaInput
-from baton.handlers.prompt_data import without_tokens
+from baton.handlers.prompt_data import no_tokens, without_tokens
 from baton.handlers.relay import relay
 from baton.ports.engine import EngineInfo, GenerateEngine
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import TokenTexts
-from baton.protocol.outputs import Chunk, FinishReason, Usage
+from baton.protocol.outputs import Chunk
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import RequestTracker
 
@@ -40,8 +40,8 @@ class AggregatedHandler:
             if scores_only:
                 request = request.for_scoring()
             elif request.stop.max_tokens == 0:
-                # The frontend sends this when it migrates a request whose last token was generated elsewhere.
-                yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(tracked.prompt_tokens, 0))
+                async for chunk in no_tokens(request, self._texts, tracked):
+                    yield chunk
                 return
             can = self._engine.capabilities
             work = admit(request, tracked.request_id, self._info, can, context.trace_headers)

@@ -10,7 +10,7 @@ from baton.handlers.admission import admit
 from baton.handlers.bad_words import with_bad_words
 from baton.handlers.kv_handoff import ConsumeByEngine, ConsumeByImport, KvHandoff
 from baton.handlers.media import LoadedMedia, MediaInput
-from baton.handlers.prompt_data import without_tokens
+from baton.handlers.prompt_data import no_tokens, without_tokens
 from baton.handlers.relay import relay
 from baton.handlers.tickets import cached_tokens_of, engine_params, ticket_of
 from baton.ports.engine import EngineInfo, GenerateEngine, KvImportEngine
@@ -18,7 +18,7 @@ from baton.ports.runtime import Context
 from baton.ports.tokenizer import TokenTexts
 from baton.ports.transfer import Claim, Consumer
 from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Ticket
-from baton.protocol.outputs import Chunk, FinishReason, Usage
+from baton.protocol.outputs import Chunk
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import RequestTracker, TrackedRequest
 
@@ -54,8 +54,8 @@ class DecodeHandler:
                 if scores_only:
                     request = request.for_scoring()
                 elif request.stop.max_tokens == 0:
-                    # The frontend sends this when it migrates a request whose last token was generated elsewhere.
-                    yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(tracked.prompt_tokens, 0))
+                    async for chunk in no_tokens(request, self._texts, tracked):
+                        yield chunk
                     return
                 self._refuse_impossible(request)
                 can = self._engine.capabilities

@@ -1,14 +1,24 @@
 """What a request asks to know of its own prompt: its text, its token ids, its log-probabilities."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
 from baton.errors import Unsupported
 from baton.ports.engine import Work
 from baton.ports.tokenizer import TokenTexts
-from baton.protocol.outputs import Chunk, FinishReason, Logprobs, Output, PromptData, PromptLogprobs, PromptScored
+from baton.protocol.outputs import (
+    Chunk,
+    FinishReason,
+    Logprobs,
+    Output,
+    PromptData,
+    PromptLogprobs,
+    PromptScored,
+    Usage,
+)
+from baton.protocol.requests import GenerateRequest, OutputOptions
 from baton.request.tracker import TrackedRequest
 
 
@@ -31,11 +41,28 @@ class PromptReport:
         if not outputs:
             return []
         scores = next((output.logprobs for output in outputs if isinstance(output, PromptScored)), None)
-        if scores is None and self._work.output.prompt_logprobs is not None:
+        work = self._work
+        if scores is None and work.output.prompt_logprobs is not None:
             return []
         self.pending = False
-        data = await tracked.scope.wait(asyncio.to_thread(_prompt_data, self._work, scores, self._texts))
+        data = await tracked.scope.wait(
+            asyncio.to_thread(_prompt_data, work.token_ids, work.output, scores, self._texts)
+        )
         return [Chunk([], prompt=data)]
+
+
+async def no_tokens(
+    request: GenerateRequest, texts: TokenTexts | None, tracked: TrackedRequest
+) -> AsyncGenerator[Chunk, None]:
+    """Yield the answer to a request for no tokens and no log-probabilities, which needs no engine.
+
+    The frontend sends such a request too when it moves one whose last token was generated elsewhere.
+    """
+    output = request.output
+    if output.echo or output.return_token_ids:
+        data = await tracked.scope.wait(asyncio.to_thread(_prompt_data, request.token_ids, output, None, texts))
+        yield Chunk([], prompt=data)
+    yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(tracked.prompt_tokens, 0))
 
 
 def without_tokens(chunk: Chunk) -> Chunk:
@@ -47,8 +74,10 @@ def without_tokens(chunk: Chunk) -> Chunk:
     )
 
 
-def _prompt_data(work: Work, scores: Logprobs | None, texts: TokenTexts | None) -> PromptData:
-    output, token_ids = work.output, list(work.token_ids)
+def _prompt_data(
+    prompt: Sequence[int], output: OutputOptions, scores: Logprobs | None, texts: TokenTexts | None
+) -> PromptData:
+    token_ids = list(prompt)
     text, tokens, offsets = None, None, None
     if output.echo:
         if texts is None:
@@ -60,7 +89,7 @@ def _prompt_data(work: Work, scores: Logprobs | None, texts: TokenTexts | None) 
         text=text,
         tokens=tokens,
         offsets=offsets,
-        logprobs=None if scores is None else _by_token(work.token_ids, scores, texts),
+        logprobs=None if scores is None else _by_token(prompt, scores, texts),
     )
 
 

@@ -111,6 +111,13 @@ def test_a_request_that_only_scores_returns_no_tokens() -> None:
     assert last == Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(3, 0, 0))
 
 
+def test_a_request_for_no_tokens_returns_its_prompt_without_the_engine() -> None:
+    first, last = ask([], OutputOptions(echo=True), max_tokens=0, texts=Letters())
+    assert first.prompt is not None
+    assert (first.prompt.text, first.prompt.token_ids) == ("abc", [97, 98, 99])
+    assert last == Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(3, 0))
+
+
 def test_bad_words_reach_the_engine_as_tokens_with_and_without_a_space() -> None:
     async def body() -> None:
         handler, engine = make([TokenDelta([100]), LAST], Letters())

@@ -8,6 +8,7 @@ from baton.ports.engine import Capabilities
 from baton.protocol.codec import DecodeError, decode_request, encode_request
 from baton.protocol.extra_options import PREFIX, with_extra_options
 from baton.protocol.ids import RequestId
+from baton.protocol.text import TextRequest, decode_text
 from baton.testing.fakes import SCRIPTED_INFO
 
 OPTIONS: dict[str, object] = {
@@ -41,6 +42,23 @@ def test_each_option_arrives_in_its_place() -> None:
     assert decode_request(encode_request(request)) == request
 
 
+def test_a_request_that_was_moved_does_not_return_its_prompt_again() -> None:
+    options = {"max_tokens": 9, "echo": True, "prompt_logprobs": 1, "return_token_ids": True, "logit_bias": {"5": 1}}
+    for limit, returned in ((9, True), (7, None)):
+        wire = {
+            "token_ids": [1, 2],
+            "stop_conditions": {"max_tokens": limit},
+            "annotations": with_extra_options(None, options),
+        }
+        request = decode_request(wire)
+        assert (request.stop.max_tokens, request.output.echo, request.output.return_token_ids) == (
+            limit,
+            returned,
+            returned,
+        )
+        assert request.sampling.logit_bias == {"5": 1.0}
+
+
 def test_an_option_without_a_place_is_refused_by_name() -> None:
     request = decode_request({"token_ids": [1], "annotations": with_extra_options(None, {"moon_phase": 0.5})})
     with pytest.raises(Unsupported, match="moon_phase"):
@@ -53,10 +71,21 @@ def test_an_option_without_a_place_is_refused_by_name() -> None:
         ("{", "annotations"),
         ("[]", "an object"),
         ('{"logit_bias": 3}', "logit_bias"),
-        ('{"max_tokens": -1}', "max_tokens"),
         ("[" * 100_000, "annotations"),
     ],
 )
 def test_options_that_cannot_be_read_are_refused(options: str, reason: str) -> None:
     with pytest.raises(DecodeError, match=reason):
         decode_request({"token_ids": [1], "annotations": [PREFIX + options]})
+
+
+def test_in_text_format_an_option_counts_as_a_field_of_the_body() -> None:
+    def decode(options: dict[str, object]) -> TextRequest:
+        annotations = with_extra_options(["mine"], options)
+        return decode_text({"model": "m", "prompt": "a", "nvext": {"annotations": annotations}})
+
+    request = decode({"logit_bias": {"5": 1}})
+    assert (request.logit_bias, request.nvext) == ({"5": 1.0}, {"annotations": ["mine"]})
+    assert decode({"echo": True, "bad_words": ["a"]}).token_format_only() == ["echo", "bad_words"]
+    with pytest.raises(DecodeError, match="annotations"):
+        decode_text({"model": "m", "prompt": "a", "nvext": {"annotations": [PREFIX + "{"]}})
