@@ -97,8 +97,8 @@ def frontend_body(query: PromptQuery, body: Json, prompt: Prompt | None) -> Json
 
 def tokenizing_body(body: Json, prompt: Prompt) -> Json:
     """Return a body whose answer has the tokens of `prompt` and nothing else."""
-    kept = {name: body[name] for name in ("model", "nvext", "cache_salt") if name in body}
-    sent = {**kept, "prompt": prompt, "max_tokens": 1}
+    sent: Json = {name: body[name] for name in ("model", "nvext", "cache_salt") if name in body}
+    sent |= {"prompt": prompt, "max_tokens": 1}
     return with_options(sent, {"max_tokens": 0, "return_token_ids": True}, ("engine_data",))
 
 
