@@ -157,6 +157,7 @@ class EntrypointArgs:
         router_config: RouterConfig | None = None,
         migration_limit: int = 0,
         namespace: str | None = None,
+        enable_anthropic_api: bool | None = None,
     ) -> None: ...
 
 class EngineConfig: ...

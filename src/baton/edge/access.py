@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.config.load import read_api_keys
 from baton.edge.errors import Problem
 from baton.edge.messages import Headers, Request
 from baton.edge.routes import Route
@@ -109,21 +110,10 @@ class ApiKeys:
 
     def _load(self) -> None:
         version = self._file_version()
-        digests = [self._hash(key.encode()) for key in (*self._given, *self._read())]
+        keys = [*self._given, *(read_api_keys(self._file) if self._file is not None else ())]
+        digests = [self._hash(key.encode()) for key in keys]
         self._clients = {digest: self._clients.get(digest) or Client(self._limits) for digest in digests}
         self._version = version
-
-    def _read(self) -> list[str]:
-        if self._file is None:
-            return []
-        try:
-            lines = self._file.read_text().splitlines()
-        except (OSError, UnicodeError) as error:
-            raise ConfigError(f"cannot read --api-key-file {self._file}: {error}") from None
-        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not keys:
-            raise ConfigError(f"--api-key-file {self._file} has no key")
-        return keys
 
     def _file_version(self) -> tuple[int, int, int] | None:
         try:

@@ -94,10 +94,7 @@ def _lines(headers: Headers) -> bytes:
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
-    """Return the headers that a proxy passes on: without `dropped`, which contains HOP_BY_HOP, and what Connection names.
-
-    Header names are in lower case.
-    """
+    """Return the headers that a proxy passes on: all but `dropped` (with HOP_BY_HOP) and what Connection names."""
     for name, value in headers:
         if name == b"connection" and (named := _connection_options(value)):
             dropped = dropped | named

@@ -6,20 +6,20 @@ import os
 from dynamo import _core
 
 from baton.config.runtime import RuntimeOptions
-from baton.errors import ConfigError, EngineDead
-from baton.runtimes.dynamo.listener import refuse_unusable_address, set_nodelay
+from baton.errors import EngineDead
+from baton.runtimes.dynamo.listener import reserved_port, set_nodelay
 from baton.runtimes.dynamo.runtime import DynamoRuntime
+
+HOST = "127.0.0.1"
 
 
 class DynamoFrontend:
-    """One OpenAI endpoint over every worker in discovery."""
+    """One OpenAI endpoint over every worker in discovery, on a loopback port that it chooses. The edge is in front."""
 
     def __init__(
         self,
         options: RuntimeOptions,
         namespace: str,
-        host: str,
-        port: int,
         router: _core.RouterConfig,
         selects_by_adapter: bool,
         migrations: int,
@@ -27,8 +27,7 @@ class DynamoFrontend:
         backend_timeout_s: float,
     ) -> None:
         self._namespace = namespace
-        self._host = host
-        self._port = port
+        self._port = 0
         self._router = router
         self._drain_timeout_s = drain_timeout_s
         self._migrations = migrations
@@ -44,29 +43,38 @@ class DynamoFrontend:
         self._runtime = DynamoRuntime(options, subscribes=True)
         self._served: asyncio.Future[None] | None = None
 
+    @property
+    def port(self) -> int:
+        """The loopback port it listens on, after `start`."""
+        return self._port
+
     async def start(self, timeout_s: float = 30.0) -> None:
-        """Listen. On return the port accepts connections. Raises ConfigError when the address cannot be used."""
-        refuse_unusable_address(self._host, self._port, "--host", "--port")
+        """Listen. On return the port accepts connections."""
         os.environ.update(self._environment)
         await self._runtime.start()
+        try:
+            async with asyncio.timeout(timeout_s):
+                with reserved_port(HOST) as self._port:
+                    await self._listen()
+        except TimeoutError:
+            raise EngineDead(f"the frontend did not listen within {timeout_s:g} s") from None
+
+    async def _listen(self) -> None:
         arguments = _core.EntrypointArgs(
             _core.EngineType.Dynamic,
-            http_host=self._host,
+            http_host=HOST,
             http_port=self._port,
             router_config=self._router,
             migration_limit=self._migrations,
             namespace=self._namespace,
+            enable_anthropic_api=True,
         )
-        try:
-            async with asyncio.timeout(timeout_s):
-                engine = await _core.make_engine(self._runtime.raw, arguments)
-                self._served = asyncio.ensure_future(_core.run_input(self._runtime.raw, "http", engine))
-                while not set_nodelay(self._port):
-                    if self._served.done():
-                        raise ConfigError(f"the frontend cannot listen on {self._host}:{self._port}")
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            raise EngineDead(f"the frontend did not listen within {timeout_s:g} s") from None
+        engine = await _core.make_engine(self._runtime.raw, arguments)
+        self._served = asyncio.ensure_future(_core.run_input(self._runtime.raw, "http", engine))
+        while not set_nodelay(self._port):
+            if self._served.done():
+                raise EngineDead(f"the frontend cannot listen on {HOST}:{self._port}")
+            await asyncio.sleep(0.01)
 
     async def wait(self) -> None:
         """Wait until the frontend ends by itself, which is a failure."""
