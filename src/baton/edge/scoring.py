@@ -1,7 +1,8 @@
 """Answers requests that ask for their own prompt, with one request to the frontend for each prompt."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -12,16 +13,20 @@ from baton.edge.prompt_requests import (
     Prompt,
     PromptQuery,
     frontend_body,
+    prompt_query,
     prompts_of,
     tokenizing_body,
 )
-from baton.edge.routes import Json
+from baton.edge.routes import Composed, Json, Send
 
 AT_ONCE = 16
 """How many prompts of one request are sent at the same time."""
 
-Send = Callable[[Json], Awaitable[Json]]
-"""Sends a body to the frontend, on the path of the request. Returns its answer; raises if that is an error."""
+
+def compose(path: str, body: Json) -> Composed | None:
+    """See `Compose`."""
+    query = prompt_query(path, body)
+    return None if query is None else partial(answer_query, query, body)
 
 
 async def answer_query(query: PromptQuery, body: Json, send: Send) -> Answer:

@@ -13,6 +13,7 @@ from baton.edge.access import Access, ApiKeys, KeyLimits
 from baton.edge.limits import MIB, EdgeLimits, connection_limit
 from baton.edge.models import KnownModels
 from baton.edge.routes import RouteTable
+from baton.edge.served_routes import served_routes
 from baton.edge.server import Edge, tls_context
 from baton.edge.upstream import UpstreamPool
 from baton.errors import BatonError, EngineDead
@@ -81,7 +82,7 @@ def build_edge(settings: Settings, pool: UpstreamPool, token: str) -> Edge:
         Access(keys, token, frozenset(listed(settings.cors_origins))),
         KnownModels([settings.name] if settings.name else [], settings.start_timeout_s),
         EdgeLimits(body_bytes=settings.body_limit_mb * MIB, max_connections=connection_limit()),
-        RouteTable(),
+        RouteTable(served_routes()),
         tls_context(settings.tls_certificate, settings.tls_key),
     )
 
