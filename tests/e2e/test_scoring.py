@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
 from tests.doubles.tiny_models import make_tiny_model
 from tests.e2e.harness import Serve, eventually
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -158,7 +158,7 @@ def test_bad_words_are_not_generated(serve: Serve, tokenizer: Any) -> None:
         ({"stop_regex": "a+"}, "stop_regex"),
         ({"structural_tag": {"type": "structural_tag", "format": {}}}, "structural_tag"),
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
-        ({"echo": True, "logprobs": 30}, "logprobs"),
+        ({"prompt_logprobs": 30}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
