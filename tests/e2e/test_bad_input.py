@@ -39,7 +39,7 @@ KINDS = {
     "a token that the model does not have": (COMPLETIONS, {"prompt": [258]}, "Invalid request"),
     "more choices than the engine generates": (CHAT, {"n": 17}, "n: "),
     "an option that no engine has": (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
-    "an option that this engine lacks": (COMPLETIONS, {"echo": True}, "prompt_logprobs"),
+    "an option that this engine lacks": (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo"),
     "a list of tokens that no engine applies": (CHAT, {"allowed_token_ids": [65]}, "allowed_token_ids"),
     "embeddings instead of a prompt": (COMPLETIONS, {"prompt_embeds": "A" * 200}, "prompt_embeds"),
     "a thinking budget": (CHAT, {"nvext": {"max_thinking_tokens": 5}}, "max_thinking_tokens"),

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.engines.sglang.params import escape
 from baton.errors import Cancelled, InvalidRequest, Unsupported
 from baton.ports.engine import Work
 from baton.protocol.events import KvStored
@@ -204,6 +205,20 @@ def test_d06_min_tokens_holds_the_end_back(engine: Engines) -> None:
         assert (len(short), end.reason, end.stop_reason) == (first + 1, FinishReason.STOP, stop)
         held = msgspec.structs.replace(conditions, min_tokens=20)
         assert len((await answer_of(session, work(30, stop=held)))[0]) >= 20
+
+    engine.run(body)
+
+
+def test_output_ends_where_a_regular_expression_matches(engine: Engines, tiny: Path) -> None:
+    async def body(session: Session) -> None:
+        tokens, _, _ = await answer_of(session, work(12))
+        text = text_of(tokens, tiny)
+        letter = next(letter for letter in text if letter.isascii() and letter.isprintable())
+        stop = StopConditions(stop_regex=("never matches", f"[{escape(letter)}]"))
+        found, end, _ = await answer_of(session, work(12, stop=stop))
+        assert found == tokens[: len(found)]
+        assert text_of(found, tiny).endswith(letter)
+        assert end.reason is FinishReason.STOP
 
     engine.run(body)
 

@@ -206,7 +206,8 @@ def _unsupported_output(request: GenerateRequest, can: Capabilities) -> Iterator
     if output.logprobs is not None and limit is None:
         yield "logprobs: this engine does not return log-probabilities"
     if output.prompt_logprobs is not None and not can.prompt_logprobs:
-        yield "prompt_logprobs: this engine does not return log-probabilities of the prompt"
+        name = "echo with logprobs" if output.echo else "prompt_logprobs"
+        yield f"{name}: this engine does not return log-probabilities of the prompt"
     for name, asked in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
         if (asked or 0) > (limit or 0):
             yield f"{name}: this engine returns at most {limit} alternatives, not {asked}"
