@@ -14,7 +14,6 @@ import msgspec
 
 from baton.edge.errors import FieldError, Problem, ProblemError, error_answer, problem_of
 from baton.edge.frontend_errors import has_error_event, problem_from_frontend, rewrite_error_events
-from baton.edge.heads import id_headers
 from baton.edge.messages import HOP_BY_HOP, Answer, Headers, Request, end_to_end, request_head
 from baton.edge.routes import Composed, Json, Route
 from baton.edge.upstream import UpstreamConnection
@@ -120,7 +119,7 @@ class Exchange:
         if composed is not None:
             self._task = self._edge.start_task(self._answer_itself(composed(Sender(self._edge, self._request).send)))
             return
-        self._outgoing = (forwarded_head(self._edge, self._request, id_headers(self._request), len(body)), body)
+        self._outgoing = (forwarded_head(self._edge, self._request, len(body)), body)
         if (connection := self._edge.pool.take()) is not None:
             self.on_connected(connection)
         else:
@@ -220,7 +219,7 @@ class Exchange:
             self._held = data[cut:]
             data = data[:cut]
         if has_error_event(data):
-            data = rewrite_error_events(data, self._route.style, self._request.request_id)
+            data = self._rewritten(data)
         if self._route.normalise_events is not None:
             data = self._route.normalise_events(self._route.path, data)
         if data:
@@ -230,9 +229,16 @@ class Exchange:
         if self._status == 404 and self._route.generates:
             self._task = self._edge.start_task(self._answer_missing_model(body))
         elif self._status >= 400:
-            self._refuse(problem_from_frontend(self._status, body))
+            self._refuse(self._problem(body))
         else:
             self._writer.write_answer(self._request, Answer(status=self._status, body=self._normalised(body)))
+
+    def _problem(self, body: bytes) -> Problem:
+        return problem_from_frontend(self._status, body, self._edge.take_reason(self._request.request_id))
+
+    def _rewritten(self, data: bytes) -> bytes:
+        identity = self._request.request_id
+        return rewrite_error_events(data, self._route.style, identity, self._edge.take_reason(identity))
 
     def _normalised(self, body: bytes) -> bytes:
         assert self._route.normalise is not None
@@ -243,7 +249,7 @@ class Exchange:
 
     async def _answer_missing_model(self, body: bytes) -> None:
         problem = await self._edge.models.explain_missing(self._request, self._edge, self._edge.now())
-        self._refuse(problem or problem_from_frontend(self._status, body))
+        self._refuse(problem or self._problem(body))
 
     async def _answer_itself(self, answering: Awaitable[Answer]) -> None:
         try:
@@ -267,30 +273,26 @@ class Sender:
     def __init__(self, edge: "Edge", request: Request) -> None:
         self._edge = edge
         self._request = request
-        # The id of the runtime's own context is for one request only.
-        self._id_headers = id_headers(request)
 
     async def send(self, body: Json) -> Json:
         """See `Send`."""
         edge, request, route = self._edge, self._request, self._request.route
         assert route is not None
         content = msgspec.json.encode(body)
-        head = forwarded_head(edge, request, self._id_headers, len(content))
-        self._id_headers = [header for header in self._id_headers if header[0] == b"x-request-id"]
-        status, answer = await edge.send(head, content)
+        status, answer = await edge.send(forwarded_head(edge, request, len(content)), content)
         if status == 404 and (missing := await edge.models.explain_missing(request, edge, edge.now())) is not None:
             raise ProblemError(missing)
         if status >= 400:
-            raise ProblemError(problem_from_frontend(status, answer))
+            raise ProblemError(problem_from_frontend(status, answer, edge.take_reason(request.request_id)))
         decoded = msgspec.json.decode(answer, type=Json)
         return decoded if route.normalise is None else route.normalise(route.path, decoded)
 
 
-def forwarded_head(edge: "Edge", request: Request, identity: Headers, length: int) -> bytes:
+def forwarded_head(edge: "Edge", request: Request, length: int) -> bytes:
     """Return the head of a request for the frontend, whose body has `length` bytes."""
     headers = end_to_end(request.headers, _NOT_FORWARDED)
     headers.append((b"host", edge.upstream_host))
-    headers += identity
+    headers.append((b"x-request-id", request.request_id.encode()))
     if request.method == "POST":
         headers.append((b"content-length", b"%d" % length))
     # The frontend sees GET for HEAD, so that the length of the answer is known; the body stays here.

@@ -70,15 +70,6 @@ def assign_id(request: Request) -> None:
         request.request_id = str(uuid.uuid4())
 
 
-def id_headers(request: Request) -> Headers:
-    """Return the headers that carry the id of a request to the frontend and the workers."""
-    identity = request.request_id.encode()
-    if request.header(b"x-request-id") == identity:
-        return [(b"x-request-id", identity)]
-    # The id of the runtime's own context too, which has to be a UUID that nobody else uses.
-    return [(b"x-request-id", identity), (b"x-dynamo-request-id", identity)]
-
-
 def _body_length(headers: Headers) -> int | None:
     for name, value in headers:
         if name == b"content-length":

@@ -17,29 +17,36 @@ LISTED = 20
 
 
 class KnownModels:
-    """Remembers models for `remember_s` after they were last listed, and `configured` ones for ever."""
+    """Remembers models for `remember_s` after they were last listed, and `configured` ones for ever.
+
+    A model that is no longer listed was withdrawn (an adapter that was unloaded) if every worker that was there before
+    still is. Otherwise its workers may be restarting.
+    """
 
     def __init__(self, configured: Iterable[str], remember_s: float) -> None:
         self._configured = frozenset(configured)
         self._remember_s = remember_s
-        self._seen: dict[str, float] = {}
+        self._seen: dict[str, tuple[float, frozenset[int]]] = {}
         self._served: tuple[str, ...] = ()
+        self._workers: frozenset[int] = frozenset()
 
     async def refresh(self, frontend: Frontend, now: float) -> None:
-        """Read the list of the frontend. Without an answer everything stays as it was."""
+        """Read the lists of the frontend. Without an answer everything stays as it was."""
         try:
-            status, body = await frontend.fetch("/v1/models")
+            status, models = await frontend.fetch("/v1/models")
+            _, health = await frontend.fetch("/health")
         except BatonError as error:
             log.debug("cannot list models: %s", error.message)
             return
         if status == 200:
-            self.update(_names(body), now)
+            self.update(_names(models), _workers(health), now)
 
-    def update(self, served: tuple[str, ...], now: float) -> None:
-        """Note which models are served now."""
+    def update(self, served: tuple[str, ...], workers: frozenset[int], now: float) -> None:
+        """Note which models and workers there are now."""
         self._served = served
-        self._seen.update(dict.fromkeys(served, now))
-        self._seen = {name: at for name, at in self._seen.items() if now - at <= self._remember_s}
+        self._workers = workers
+        self._seen.update(dict.fromkeys(served, (now, workers)))
+        self._seen = {name: seen for name, seen in self._seen.items() if now - seen[0] <= self._remember_s}
 
     async def explain_missing(self, request: Request, frontend: Frontend, now: float) -> Problem | None:
         """Return the problem of a request whose model the frontend does not find, None if it names no model."""
@@ -47,11 +54,14 @@ class KnownModels:
         if model is None:
             return None
         await self.refresh(frontend, now)
-        return self.missing(model)
+        return self.missing(model, request.path)
 
-    def missing(self, model: str) -> Problem:
-        """Return the problem of a request for `model`, which has no workers."""
-        if model in self._configured or model in self._seen:
+    def missing(self, model: str, path: str) -> Problem:
+        """Return the problem of a request for `model` at `path`, for which there are no workers."""
+        if model in self._served:
+            message = f"the model {model!r} does not serve {path}"
+            return Problem(status=404, message=message, code="model_not_found", param="model")
+        if model in self._configured or self._lost_workers(model):
             message = f"the model {model!r} has no worker at the moment; its workers are starting or restarting"
             return Problem(status=503, message=message, code="model_unavailable", param="model", retry_after_s=2)
         names = ", ".join(repr(name) for name in self._served[:LISTED])
@@ -59,6 +69,10 @@ class KnownModels:
         served = f"this deployment serves {names}{more}" if names else "this deployment serves no model at the moment"
         message = f"the model {model!r} does not exist: {served}"
         return Problem(status=404, message=message, code="model_not_found", param="model")
+
+    def _lost_workers(self, model: str) -> bool:
+        """Whether a worker has gone since `model` was last listed."""
+        return model in self._seen and not self._seen[model][1] <= self._workers
 
 
 def _model_of(body: bytes) -> str | None:
@@ -70,10 +84,17 @@ def _model_of(body: bytes) -> str | None:
 
 
 def _names(body: bytes) -> tuple[str, ...]:
+    return tuple(str(entry["id"]) for entry in _entries(body, "data") if "id" in entry)
+
+
+def _workers(body: bytes) -> frozenset[int]:
+    ids = [entry.get("instance_id") for entry in _entries(body, "instances")]
+    return frozenset(each for each in ids if isinstance(each, int))
+
+
+def _entries(body: bytes, key: str) -> list[Json]:
     try:
-        entries = msgspec.json.decode(body, type=Json).get("data")
+        entries = msgspec.json.decode(body, type=Json).get(key)
     except msgspec.DecodeError:
-        return ()
-    if not isinstance(entries, list):
-        return ()
-    return tuple(str(entry["id"]) for entry in entries if isinstance(entry, dict) and "id" in entry)
+        return []
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []

@@ -58,7 +58,9 @@ def joined_answer(
 def events(query: PromptQuery, answer: Json) -> bytes:
     """Return a completion as the events of a stream: one for each choice, and the usage if it was asked for."""
     head = {name: value for name, value in answer.items() if name not in ("choices", "usage")}
-    chunks = [{**head, "choices": [choice], "usage": None} for choice in _choices(answer)]
+    if query.include_usage:
+        head["usage"] = None
+    chunks = [{**head, "choices": [choice]} for choice in _choices(answer)]
     if query.include_usage:
         chunks.append({**head, "choices": [], "usage": answer.get("usage")})
     return b"".join(b"data: %b\n\n" % msgspec.json.encode(chunk) for chunk in chunks) + b"data: [DONE]\n\n"

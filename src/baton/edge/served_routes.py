@@ -3,6 +3,7 @@
 import msgspec
 
 from baton.edge.extra_options import carry_extra_options
+from baton.edge.fields.prepare import prepare
 from baton.edge.prompt_requests import CHAT, COMPLETIONS
 from baton.edge.routes import ROUTES, Json, Route
 from baton.edge.scoring import compose
@@ -14,8 +15,9 @@ def served_routes() -> tuple[Route, ...]:
 
 
 def _connected(route: Route) -> Route:
-    return msgspec.structs.replace(route, prepare=_prepare, compose=compose)
+    return msgspec.structs.replace(route, prepare=prepared, compose=compose)
 
 
-def _prepare(path: str, body: Json) -> Json:
-    return carry_extra_options(body)
+def prepared(path: str, body: Json) -> Json:
+    """Return the body for the frontend, once its fields have been checked. See `Prepare`."""
+    return carry_extra_options(prepare(path, body))

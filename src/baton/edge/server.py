@@ -4,7 +4,7 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from email.utils import formatdate
 from pathlib import Path
@@ -40,11 +40,14 @@ class Edge:
         limits: EdgeLimits,
         routes: RouteTable,
         tls: ssl.SSLContext | None = None,
+        take_reason: Callable[[str], str | None] = lambda request_id: None,
     ) -> None:
         self.pool = pool
         self.heads = HeadCheck(routes, access, limits.body_bytes)
         self.models = models
         self.limits = limits
+        self.take_reason = take_reason
+        """Returns the reason why the request with this id has failed, where the answer of the frontend lacks it."""
         self.upstream_host = b"localhost"
         self._access = access
         self._tls = tls

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -47,7 +48,7 @@ async def _main(settings: Settings) -> int:
     given = control_token(settings)
     token = given or generate_token()
     pool = UpstreamPool(HOST)
-    edge = build_edge(settings, pool, token)
+    edge = build_edge(settings, pool, token, frontend.take_reason)
     heartbeat = asyncio.create_task(send_heartbeats(stop.set), name="heartbeat")
     try:
         await frontend.start()
@@ -70,7 +71,7 @@ async def _main(settings: Settings) -> int:
     return 0
 
 
-def build_edge(settings: Settings, pool: UpstreamPool, token: str) -> Edge:
+def build_edge(settings: Settings, pool: UpstreamPool, token: str, take_reason: Callable[[str], str | None]) -> Edge:
     """Return the edge for these settings. Raises ConfigError."""
     limits = KeyLimits(
         requests_per_minute=settings.key_requests_per_minute, max_concurrency=settings.key_max_concurrency
@@ -84,6 +85,7 @@ def build_edge(settings: Settings, pool: UpstreamPool, token: str) -> Edge:
         EdgeLimits(body_bytes=settings.body_limit_mb * MIB, max_connections=connection_limit()),
         RouteTable(served_routes()),
         tls_context(settings.tls_certificate, settings.tls_key),
+        take_reason,
     )
 
 

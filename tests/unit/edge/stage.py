@@ -2,9 +2,10 @@
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -45,23 +46,30 @@ class Received(msgspec.Struct):
 
 
 class Frontend:
-    """A frontend; `reply` writes the answer to each request but `/v1/models`."""
+    """A frontend; `reply` writes the answer to each request but /v1/models and /health."""
 
     def __init__(self) -> None:
         self.received: list[Received] = []
         self.connections = 0
         self.models = ["echo"]
+        self.workers = [1]
         self.lost = asyncio.Event()
         self.reply: Callable[[Received, asyncio.StreamWriter], Coroutine[object, object, None]] = reply_ok
+
+    def _listed(self, target: str) -> object:
+        if target == "/v1/models":
+            return {"object": "list", "data": [{"id": name} for name in self.models]}
+        if target == "/health":
+            return {"instances": [{"instance_id": worker} for worker in self.workers]}
+        return None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection."""
         self.connections += 1
         try:
             while (request := await _read_request(reader)) is not None:
-                if request.target == "/v1/models":
-                    data = [{"id": name} for name in self.models]
-                    writer.write(whole(200, msgspec.json.encode({"object": "list", "data": data})))
+                if (listed := self._listed(request.target)) is not None:
+                    writer.write(whole(200, msgspec.json.encode(listed)))
                     continue
                 self.received.append(request)
                 replying = asyncio.ensure_future(self.reply(request, writer))
@@ -214,13 +222,14 @@ async def stage(
     origins: frozenset[str] = frozenset(),
     configured: tuple[str, ...] = (),
     routes: tuple[Route, ...] = ROUTES,
+    reasons: Mapping[str, str | None] = MappingProxyType({}),
 ) -> AsyncIterator[Stage]:
     """Run an edge in front of a scripted frontend."""
     frontend = Frontend()
     server = await asyncio.start_server(frontend.serve, HOST, 0)
     pool = UpstreamPool(HOST, server.sockets[0].getsockname()[1])
     access = Access(ApiKeys(keys, key_file, key_limits), "control-token", origins)
-    edge = Edge(pool, access, KnownModels(configured, 60.0), limits, RouteTable(routes))
+    edge = Edge(pool, access, KnownModels(configured, 60.0), limits, RouteTable(routes), take_reason=reasons.get)
     await edge.start(HOST, 0)
     parts = Stage(edge, frontend)
     try:

@@ -309,7 +309,7 @@ async def test_half_closed_clients_get_what_needs_no_computing() -> None:
 
         s.frontend.reply = reply
         client = await s.connect()
-        client.send(get("/health"))
+        client.send(get("/live"))
         client.writer.write_eof()
         await eventually(lambda: bool(s.frontend.received))
         go.set()

@@ -7,6 +7,7 @@ from dynamo import _core
 
 from baton.config.runtime import RuntimeOptions
 from baton.errors import EngineDead
+from baton.runtimes.dynamo.frontend_log import FrontendLog
 from baton.runtimes.dynamo.listener import reserved_port, set_nodelay
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 
@@ -31,6 +32,7 @@ class DynamoFrontend:
         self._router = router
         self._drain_timeout_s = drain_timeout_s
         self._migrations = migrations
+        self._log = FrontendLog(shows_debug="debug" in options.log or "trace" in options.log)
         self._environment = {
             # A stream that fails before its first token gets a real HTTP status instead of a 200.
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "200",
@@ -51,6 +53,7 @@ class DynamoFrontend:
     async def start(self, timeout_s: float = 30.0) -> None:
         """Listen. On return the port accepts connections."""
         os.environ.update(self._environment)
+        self._log.open()
         await self._runtime.start()
         try:
             async with asyncio.timeout(timeout_s):
@@ -87,3 +90,8 @@ class DynamoFrontend:
         if self._served is not None:
             # The runtime waits as long for a connection with half a request as for one with a stream.
             await asyncio.wait([self._served], timeout=self._drain_timeout_s)
+        self._log.close()
+
+    def take_reason(self, request_id: str) -> str | None:
+        """Return why the request with this `x-request-id` has failed, None if that is not known. Forgets it."""
+        return self._log.take_reason(request_id)
