@@ -13,8 +13,8 @@ from baton.control.http.token_file import generate_token, published_token
 from baton.edge.access import Access, ApiKeys, KeyLimits
 from baton.edge.limits import MIB, EdgeLimits, connection_limit
 from baton.edge.models import KnownModels
-from baton.edge.routes import RouteTable
-from baton.edge.served_routes import served_routes
+from baton.edge.prompt_routes import with_prompt_answers
+from baton.edge.routes import ROUTES, RouteTable
 from baton.edge.server import Edge, tls_context
 from baton.edge.upstream import UpstreamPool
 from baton.errors import BatonError, EngineDead
@@ -83,7 +83,7 @@ def build_edge(settings: Settings, pool: UpstreamPool, token: str, take_reason: 
         Access(keys, token, frozenset(listed(settings.cors_origins))),
         KnownModels([settings.name] if settings.name else [], settings.start_timeout_s),
         EdgeLimits(body_bytes=settings.body_limit_mb * MIB, max_connections=connection_limit()),
-        RouteTable(served_routes()),
+        RouteTable(with_prompt_answers(ROUTES)),
         tls_context(settings.tls_certificate, settings.tls_key),
         take_reason,
     )
