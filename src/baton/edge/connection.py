@@ -246,6 +246,7 @@ class ClientConnection(asyncio.Protocol):
 
     def write_head(self, request: Request, status: int, headers: Headers, length: int | None) -> None:
         """See `Writer`."""
+        self._edge.counts.answered(request.route, status)
         if length is not None:
             headers.append((b"content-length", b"%d" % length))
         elif request.http11 and status != 204:

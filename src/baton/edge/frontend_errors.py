@@ -18,6 +18,7 @@ _ERROR_MARKS = (b'data: {"error"', b"event: error", b'data: {"type":"error"')
 _FIXED_TEXTS = frozenset(("", "Invalid request", "Bad Request"))
 _FIELD = re.compile(r"([a-z_][a-zA-Z0-9_.\[\]]*): ")
 _UNSUPPORTED = re.compile(r"parameter\(s\): `([^`]+)`")
+_CODES = {500: "internal", 503: "service_unavailable", 504: "deadline_exceeded", 529: "overloaded"}
 _WITH_RETRY = (429, 503, 529)
 
 
@@ -69,10 +70,14 @@ def _problem(status: int, message: str, reason: str | None) -> Problem:
     return Problem(
         status=status,
         message=message or f"the request has failed with status {status}",
-        code=code or ("context_length_exceeded" if "maximum context length" in message else None),
+        code=code or _code(status, message),
         param=_param(message) if status == 400 else None,
         retry_after_s=RETRY_AFTER_S if status in _WITH_RETRY else None,
     )
+
+
+def _code(status: int, message: str) -> str | None:
+    return "context_length_exceeded" if "maximum context length" in message else _CODES.get(status)
 
 
 def _param(message: str) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from baton.config.listeners import open_listener
 from baton.edge.access import Access
 from baton.edge.connection import ClientConnection
+from baton.edge.counts import EdgeCounts
 from baton.edge.fetch import Fetch
 from baton.edge.heads import HeadCheck
 from baton.edge.limits import EdgeLimits
@@ -41,11 +42,13 @@ class Edge:
         routes: RouteTable,
         tls: ssl.SSLContext | None = None,
         take_reason: Callable[[str], str | None] = lambda request_id: None,
+        counts: EdgeCounts | None = None,
     ) -> None:
         self.pool = pool
         self.heads = HeadCheck(routes, access, limits.body_bytes)
         self.models = models
         self.limits = limits
+        self.counts = counts or EdgeCounts()
         self.take_reason = take_reason
         """Returns the reason why the request with this id has failed, where the answer of the frontend lacks it."""
         self.upstream_host = b"localhost"
@@ -123,11 +126,13 @@ class Edge:
         if idle is not None:
             idle.abort()
         self._connections[connection] = None
+        self.counts.connections = len(self._connections)
         return not crowded or idle is not None
 
     def remove(self, connection: ClientConnection) -> None:
         """Forget a closed connection."""
         self._connections.pop(connection, None)
+        self.counts.connections = len(self._connections)
         if not self._connections:
             self._all_closed.set()
 

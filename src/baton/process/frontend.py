@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -11,10 +10,12 @@ from baton.config.load import control_token, listed
 from baton.config.settings import Settings, is_loopback
 from baton.control.http.token_file import generate_token, published_token
 from baton.edge.access import Access, ApiKeys, KeyLimits
+from baton.edge.counts import EdgeCounts
 from baton.edge.limits import MIB, EdgeLimits, connection_limit
 from baton.edge.models import KnownModels
-from baton.edge.prompt_routes import with_prompt_answers
-from baton.edge.routes import ROUTES, RouteTable
+from baton.edge.own_routes import own_routes
+from baton.edge.public_routes import public_routes
+from baton.edge.routes import RouteTable
 from baton.edge.server import Edge, tls_context
 from baton.edge.upstream import UpstreamPool
 from baton.errors import BatonError, EngineDead
@@ -25,6 +26,9 @@ from baton.runtimes.dynamo.routing import router_config, selects_by_adapter
 from baton.status.sd_notify import notify, send_heartbeats
 
 log = logging.getLogger(__name__)
+
+# The components of the processes that register models for clients: workers, and global routers.
+_MODEL_COMPONENTS = ("worker", "decode", "router")
 
 
 def run_frontend(settings: Settings) -> int:
@@ -44,11 +48,12 @@ async def _main(settings: Settings) -> int:
         settings.migrations,
         settings.drain_timeout_s,
         backend_timeout_s=settings.request_timeout_s + settings.drain_timeout_s,
+        model_endpoints=[f"{settings.namespace}.{component}.generate" for component in _MODEL_COMPONENTS],
     )
     given = control_token(settings)
     token = given or generate_token()
     pool = UpstreamPool(HOST)
-    edge = build_edge(settings, pool, token, frontend.take_reason)
+    edge = build_edge(settings, pool, token, frontend)
     heartbeat = asyncio.create_task(send_heartbeats(stop.set), name="heartbeat")
     try:
         await frontend.start()
@@ -71,21 +76,23 @@ async def _main(settings: Settings) -> int:
     return 0
 
 
-def build_edge(settings: Settings, pool: UpstreamPool, token: str, take_reason: Callable[[str], str | None]) -> Edge:
+def build_edge(settings: Settings, pool: UpstreamPool, token: str, frontend: DynamoFrontend) -> Edge:
     """Return the edge for these settings. Raises ConfigError."""
     limits = KeyLimits(
         requests_per_minute=settings.key_requests_per_minute, max_concurrency=settings.key_max_concurrency
     )
     file = Path(settings.api_key_file).expanduser() if settings.api_key_file else None
     keys = ApiKeys(listed(settings.api_key), file, limits)
+    counts = EdgeCounts()
     return Edge(
         pool,
         Access(keys, token, frozenset(listed(settings.cors_origins))),
         KnownModels([settings.name] if settings.name else [], settings.start_timeout_s),
         EdgeLimits(body_bytes=settings.body_limit_mb * MIB, max_connections=connection_limit()),
-        RouteTable(with_prompt_answers(ROUTES)),
+        RouteTable(public_routes(own_routes(frontend, counts))),
         tls_context(settings.tls_certificate, settings.tls_key),
-        take_reason,
+        frontend.take_reason,
+        counts,
     )
 
 

@@ -39,7 +39,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     verbosity: types.Verbosity | None = None
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What a stream contains besides the answer."""
 
     include_obfuscation: bool | None = None
@@ -113,7 +113,7 @@ RESPONSES = Table(
         ),
         honoured("text", TextConfig, "`verbosity`: only medium.", check=_text),
         STREAM,
-        translated("stream_options", StreamOptions, stream_options, "`include_obfuscation`: only false."),
+        translated("stream_options", ResponseStreamOptions, stream_options, "`include_obfuscation`: only false."),
         honoured("metadata", types.Metadata, "Returned with the answer."),
         honoured("user", str, "Changes no answer."),
         honoured("safety_identifier", str, "Changes no answer."),

@@ -137,15 +137,17 @@ def _values(info: msgspec.inspect.Type, steps: Steps) -> list[object]:
     kinds = _alternatives(info)
     if not steps:
         return [value for each in kinds if isinstance(each, msgspec.inspect.LiteralType) for value in each.values]
-    step, rest = steps[0], steps[1:]
-    found: list[object] = []
-    for each in kinds:
-        if isinstance(each, msgspec.inspect.ListType) and isinstance(step, int):
-            found += _values(each.item_type, rest)
-        elif isinstance(each, msgspec.inspect.StructType):
-            found += [each.tag] if each.tag_field == step else []
-            found += [value for field in each.fields if field.name == step for value in _values(field.type, rest)]
-    return found
+    return [value for each in kinds for value in _values_within(each, steps[0], steps[1:])]
+
+
+def _values_within(info: msgspec.inspect.Type, step: str | int, rest: Steps) -> list[object]:
+    if isinstance(info, msgspec.inspect.ListType):
+        return _values(info.item_type, rest)
+    if not isinstance(info, msgspec.inspect.StructType):
+        return []
+    if info.tag_field == step:
+        return [info.tag]
+    return [value for field in info.fields if field.name == step for value in _values(field.type, rest)]
 
 
 def _alternatives(info: msgspec.inspect.Type) -> Sequence[msgspec.inspect.Type]:

@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+from collections.abc import Sequence
 
 from dynamo import _core
 
 from baton.config.runtime import RuntimeOptions
 from baton.errors import EngineDead
+from baton.ports.runtime import ModelCard
 from baton.runtimes.dynamo.frontend_log import FrontendLog
 from baton.runtimes.dynamo.listener import reserved_port, set_nodelay
+from baton.runtimes.dynamo.model_cards import DynamoModelCards
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 
 HOST = "127.0.0.1"
@@ -26,8 +29,12 @@ class DynamoFrontend:
         migrations: int,
         drain_timeout_s: float,
         backend_timeout_s: float,
+        model_endpoints: Sequence[str] = (),
     ) -> None:
+        """Prepare. `model_endpoints` are those of the processes whose models `cards` returns."""
         self._namespace = namespace
+        self._model_endpoints = model_endpoints
+        self._model_cards: DynamoModelCards | None = None
         self._port = 0
         self._router = router
         self._drain_timeout_s = drain_timeout_s
@@ -59,6 +66,7 @@ class DynamoFrontend:
             async with asyncio.timeout(timeout_s):
                 with reserved_port(HOST) as self._port:
                     await self._listen()
+            self._model_cards = DynamoModelCards(self._runtime.raw, self._model_endpoints)
         except TimeoutError:
             raise EngineDead(f"the frontend did not listen within {timeout_s:g} s") from None
 
@@ -79,6 +87,10 @@ class DynamoFrontend:
                 raise EngineDead(f"the frontend cannot listen on {HOST}:{self._port}")
             await asyncio.sleep(0.01)
 
+    def cards(self) -> list[ModelCard]:
+        """Return the card of each process at the model endpoints that is registered now and serves clients."""
+        return [] if self._model_cards is None else self._model_cards.cards()
+
     async def wait(self) -> None:
         """Wait until the frontend ends by itself, which is a failure."""
         if self._served is not None:
@@ -86,6 +98,9 @@ class DynamoFrontend:
 
     async def stop(self) -> None:
         """Let running streams finish, for up to `drain_timeout_s`, then end."""
+        if self._model_cards is not None:
+            self._model_cards.close()
+            self._model_cards = None
         await self._runtime.shutdown()
         if self._served is not None:
             # The runtime waits as long for a connection with half a request as for one with a stream.

@@ -84,7 +84,7 @@ def test_every_response_format_has_a_type() -> None:
 def test_every_option_of_a_stream_has_a_type() -> None:
     assert typing.get_type_hints(ChatCompletionStreamOptionsParam).keys() <= set(StreamOptions.__struct_fields__)
     assert typing.get_type_hints(response_create_params.StreamOptions).keys() <= set(
-        responses.StreamOptions.__struct_fields__
+        responses.ResponseStreamOptions.__struct_fields__
     )
 
 
