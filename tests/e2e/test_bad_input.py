@@ -40,6 +40,9 @@ KINDS = {
     "more choices than the engine generates": (CHAT, {"n": 17}, "n: "),
     "an option that no engine has": (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
     "an option that this engine lacks": (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo"),
+    "a bias that this engine lacks": (CHAT, {"logit_bias": {"5": 1}}, "logit_bias"),
+    "a bias for a completion": (COMPLETIONS, {"logit_bias": {"5": 1}}, "logit_bias"),
+    "words that this engine cannot exclude": (CHAT, {"bad_words": ["a"]}, "bad_words"),
     "a list of tokens that no engine applies": (CHAT, {"allowed_token_ids": [65]}, "allowed_token_ids"),
     "embeddings instead of a prompt": (COMPLETIONS, {"prompt_embeds": "A" * 200}, "prompt_embeds"),
     "a thinking budget": (CHAT, {"nvext": {"max_thinking_tokens": 5}}, "max_thinking_tokens"),
@@ -158,7 +161,6 @@ def test_a_body_over_the_limit_is_refused(serve: Serve) -> None:
 
 # The frontend takes these and drops them before the worker sees them (see docs/known-issues.md).
 DROPPED = [
-    (CHAT, {"logit_bias": {"5": 1}}),
     (CHAT, {"top_logprobs": 3}),
     (CHAT, {"modalities": ["audio"]}),
     (CHAT, {"metadata": {"a": "b"}}),
@@ -176,7 +178,6 @@ DROPPED = [
             ]
         },
     ),
-    (COMPLETIONS, {"logit_bias": {"5": 1}}),
     (COMPLETIONS, {"suffix": "x"}),
 ]
 
