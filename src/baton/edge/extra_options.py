@@ -5,16 +5,19 @@ from collections.abc import Mapping
 from baton.edge.routes import Json
 from baton.protocol.extra_options import with_extra_options
 
-CARRIED = ("bad_words", "logit_bias", "stop_regex", "structural_tag")
+_CARRIED = ("bad_words", "logit_bias", "stop_regex", "structural_tag")
+# The edge answers requests with these (`prompt_requests.py`); the frontend refuses some even if they ask for nothing.
+_ANSWERED = ("prompt_logprobs", "return_token_ids", "truncate_prompt_tokens")
 
 
 def carry_extra_options(body: Json) -> Json:
     """Return the body with those fields in an annotation: the same object if it has none of them."""
-    found = [name for name in CARRIED if name in body]
-    if not found:
+    carried = [name for name in _CARRIED if name in body]
+    dropped = [name for name in _ANSWERED if name in body and (body[name] is None or body[name] is False)]
+    if not carried and not dropped:
         return body
-    options = {name: body[name] for name in found if body[name] is not None}
-    rest = {name: value for name, value in body.items() if name not in CARRIED}
+    options = {name: body[name] for name in carried if body[name] is not None}
+    rest = {name: value for name, value in body.items() if name not in carried and name not in dropped}
     return with_options(rest, options) if options else rest
 
 

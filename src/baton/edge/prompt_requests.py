@@ -18,8 +18,8 @@ MAX_PROMPTS = 1024
 
 Prompt = str | list[int]
 
-_ABOUT_PROMPT = ("echo", "return_token_ids", "truncate_prompt_tokens")
-_OWN_FIELDS = frozenset((*_ABOUT_PROMPT, "prompt_logprobs", "stream", "stream_options"))
+_ASKED_IF_PRESENT = ("prompt_logprobs", "return_token_ids", "truncate_prompt_tokens")
+_OWN_FIELDS = frozenset((*_ASKED_IF_PRESENT, "echo", "stream", "stream_options"))
 
 
 class PromptQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class PromptQuery(msgspec.Struct, frozen=True, kw_only=True):
 def prompt_query(path: str, body: Json) -> PromptQuery | None:
     """Return what a checked body asks to know of its prompts, None if it is nothing. Raises FieldError."""
     is_completion = path == COMPLETIONS
-    if not any(map(body.get, _ABOUT_PROMPT)) and body.get("prompt_logprobs") is None and body.get("max_tokens") != 0:
+    if not body.get("echo") and body.get("max_tokens") != 0 and not any(name in body for name in _ASKED_IF_PRESENT):
         return None
     query = PromptQuery(
         path=path,
@@ -125,6 +125,8 @@ def _check(query: PromptQuery, body: Json) -> None:
     choices = max(int(cast(int, body.get(name) or 1)) for name in ("n", "best_of"))
     if query.token_ids and choices > 1:
         raise _unsupported("return_token_ids", "the tokens of one choice are returned; leave out 'n'")
+    if query.truncate is not None and query.truncate < 1:
+        raise FieldError("truncate_prompt_tokens", "Invalid 'truncate_prompt_tokens': at least one token is kept.")
     if query.truncate is not None and query.path != COMPLETIONS:
         raise _unsupported("truncate_prompt_tokens", f"prompts are truncated on {COMPLETIONS} only")
 

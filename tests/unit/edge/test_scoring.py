@@ -97,10 +97,18 @@ def asked(frontend: Frontend, path: str = COMPLETIONS, **body: Any) -> Json:
 
 
 def test_plain_requests_are_not_touched() -> None:
-    plain: list[Json] = [{}, {"echo": False}, {"echo": None, "logprobs": 2}, {"return_token_ids": False}]
+    plain: list[Json] = [{}, {"echo": False}, {"echo": None, "logprobs": 2}]
     for options in plain:
         assert prompt_query(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **options}) is None
         assert prompt_query(CHAT, {"messages": [], **options}) is None
+
+
+def test_fields_that_ask_for_nothing_do_not_reach_the_frontend() -> None:
+    nothing: list[Json] = [{"return_token_ids": False}, {"prompt_logprobs": None}, {"truncate_prompt_tokens": None}]
+    for options in nothing:
+        assert carry_extra_options({"prompt": "a", **options}) == {"prompt": "a"}
+    for asked in ({"prompt_logprobs": 0}, {"return_token_ids": True}, {"truncate_prompt_tokens": 1}):
+        assert carry_extra_options({"prompt": "a", **asked}) == {"prompt": "a", **asked}
 
 
 def test_echo_puts_the_prompt_before_the_text() -> None:
@@ -214,6 +222,7 @@ def test_a_stream_has_one_event_for_each_choice() -> None:
         (COMPLETIONS, {"return_token_ids": True, "stream": True}, "return_token_ids"),
         (CHAT, {"return_token_ids": True, "n": 2}, "return_token_ids"),
         (CHAT, {"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+        (COMPLETIONS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_by_name(path: str, body: Json, param: str) -> None:
