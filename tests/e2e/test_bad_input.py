@@ -26,8 +26,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 KINDS = {
     "a value of another type": (CHAT, {"max_tokens": "5"}, "string"),
     "a value out of range": (COMPLETIONS, {"temperature": 2.1}, "Temperature"),
-    "a value that does not fit its type": (CHAT, {"seed": 2**64}, "i64"),
-    "too many stop strings": (COMPLETIONS, {"stop": [str(number) for number in range(33)]}, "stop sequences"),
+    "a value that does not fit its type": (CHAT, {"seed": 2**64}, "'seed'"),
+    "too many stop strings": (COMPLETIONS, {"stop": [str(number) for number in range(33)]}, "'stop'"),
     "an unknown field": (CHAT, {"frobnicate": 1}, "frobnicate"),
     "an unknown extension": (COMPLETIONS, {"nvext": {"frobnicate": 1}}, "frobnicate"),
     "no message": (CHAT, {"messages": []}, "messages"),
@@ -51,11 +51,8 @@ KINDS = {
     "a response format": (CHAT, GUIDED, "guided_decoding.json"),
     "media": (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "image_url"),
 }
-# Values that OpenAI accepts and the frontend refuses (see docs/known-issues.md).
+# Values that the frontend refuses (see docs/known-issues.md).
 REFUSED_BY_THE_FRONTEND: list[dict[str, object]] = [
-    {"top_p": 0},
-    {"user": ""},
-    {"stop": []},
     {"repetition_penalty": 2.5},
     {"max_tokens": 1_048_577},
 ]
@@ -157,38 +154,6 @@ def test_a_prompt_of_megabytes_is_refused_while_others_are_served(serve: Serve) 
 def test_a_body_over_the_limit_is_refused(serve: Serve) -> None:
     status, text = serve.post(COMPLETIONS, b" " * (46 * 2**20))
     assert_refusal(status, text, "larger than 32 MiB", 413)
-
-
-# The frontend takes these and drops them before the worker sees them (see docs/known-issues.md).
-DROPPED = [
-    (CHAT, {"top_logprobs": 3}),
-    (CHAT, {"modalities": ["audio"]}),
-    (CHAT, {"metadata": {"a": "b"}}),
-    (
-        CHAT,
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "Hello"},
-                        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-                    ],
-                }
-            ]
-        },
-    ),
-    (COMPLETIONS, {"suffix": "x"}),
-]
-
-
-@pytest.mark.parametrize(("path", "change"), DROPPED, ids=lambda value: str(value)[:40])
-def test_options_that_the_frontend_drops_change_nothing(serve: Serve, path: str, change: dict[str, object]) -> None:
-    status, text = serve.post(path, {**GOOD[path], **change})
-    assert status == 200
-    choice = json.loads(text)["choices"][0]
-    assert (choice.get("text") or choice["message"]["content"]) == "Hell"
-    assert choice.get("logprobs") is None
 
 
 def test_many_wrong_requests_at_once_leave_the_worker_untouched(serve: Serve) -> None:

@@ -29,16 +29,12 @@ def normalise_chat(path: str, answer: Json) -> Json:
 
 
 def normalise_completion(path: str, answer: Json) -> Json:
-    """Return a whole completion, or a chunk of one: its choices have all of their fields."""
+    """Return a whole completion: its choices have all of their fields, and their tokens have offsets."""
     for choice in _choices(answer):
-        logprobs = choice.setdefault("logprobs", None)
-        choice.setdefault("finish_reason", None)
+        logprobs = choice.get("logprobs")
         if isinstance(logprobs, dict):
             _add_offsets(logprobs)
-    for name in _OPTIONAL:
-        if answer.get(name, ()) is None:
-            del answer[name]
-    return answer
+    return _complete(answer)
 
 
 def normalise_completion_events(path: str, events: bytes) -> bytes:
@@ -55,7 +51,18 @@ def _normalise_event(event: bytes) -> bytes:
     if not event.startswith(_CHUNK):
         return event
     chunk = _decode(memoryview(event)[6:])
-    return event if "error" in chunk else b"data: " + _encode(normalise_completion("", chunk))
+    return event if "error" in chunk else b"data: " + _encode(_complete(chunk))
+
+
+def _complete(answer: Json) -> Json:
+    """Add the fields that a completion, or a chunk of one, must have, and leave out those that must not be null."""
+    for choice in _choices(answer):
+        choice.setdefault("logprobs", None)
+        choice.setdefault("finish_reason", None)
+    for name in _OPTIONAL:
+        if answer.get(name, ()) is None:
+            del answer[name]
+    return answer
 
 
 def _choices(answer: Json) -> list[Json]:
@@ -64,7 +71,7 @@ def _choices(answer: Json) -> list[Json]:
 
 
 def _add_offsets(logprobs: Json) -> None:
-    """Set where each token begins in the text of this answer or chunk; the frontend returns an empty list."""
+    """Set where each token begins in the text of the answer; the frontend returns an empty list."""
     tokens = cast("list[str]", logprobs.get("tokens") or [])
     if logprobs.get("text_offset") or not tokens:
         return

@@ -12,13 +12,17 @@ _ANSWERED = ("prompt_logprobs", "return_token_ids", "truncate_prompt_tokens")
 
 def carry_extra_options(body: Json) -> Json:
     """Return the body with those fields in an annotation: the same object if it has none of them."""
-    carried = [name for name in _CARRIED if name in body]
-    dropped = [name for name in _ANSWERED if name in body and (body[name] is None or body[name] is False)]
-    if not carried and not dropped:
+    options = {name: body[name] for name in _CARRIED if name in body}
+    moved = options.keys() | {name for name in _ANSWERED if name in body and _asks_for_nothing(body[name])}
+    if not moved:
         return body
-    options = {name: body[name] for name in carried if body[name] is not None}
-    rest = {name: value for name, value in body.items() if name not in carried and name not in dropped}
-    return with_options(rest, options) if options else rest
+    rest = {name: value for name, value in body.items() if name not in moved}
+    given = {name: value for name, value in options.items() if value is not None}
+    return with_options(rest, given) if given else rest
+
+
+def _asks_for_nothing(value: object) -> bool:
+    return value is None or value is False
 
 
 def with_options(body: Json, options: Mapping[str, object], returned: tuple[str, ...] = ()) -> Json:

@@ -125,9 +125,14 @@ def _check(query: PromptQuery, body: Json) -> None:
     choices = max(int(cast(int, body.get(name) or 1)) for name in ("n", "best_of"))
     if query.token_ids and choices > 1:
         raise _unsupported("return_token_ids", "the tokens of one choice are returned; leave out 'n'")
-    if query.truncate is not None and query.truncate < 1:
+    if query.truncate is not None:
+        _check_truncation(query.truncate, query.path)
+
+
+def _check_truncation(keep: int, path: str) -> None:
+    if keep < 1:
         raise FieldError("truncate_prompt_tokens", "Invalid 'truncate_prompt_tokens': at least one token is kept.")
-    if query.truncate is not None and query.path != COMPLETIONS:
+    if path != COMPLETIONS:
         raise _unsupported("truncate_prompt_tokens", f"prompts are truncated on {COMPLETIONS} only")
 
 

@@ -32,7 +32,7 @@ def _messages(body: Json) -> Json:
 
 def _check_parts(parts: list[Json], path: str) -> None:
     for number, part in enumerate(parts):
-        if (kind := str(part["type"])) in _UNREADABLE:
+        if (kind := str(part.get("type"))) in _UNREADABLE:
             raise unsupported(f"{path}[{number}].type", f"{kind}: {_UNREADABLE[kind]}")
 
 

@@ -39,7 +39,7 @@ class AllowedTools(msgspec.Struct):
     """The tools that the model may call, or has to call one of."""
 
     mode: Literal["auto", "required"]
-    tools: list[dict[str, object]]
+    tools: list[NamedTool]
 
 
 class AllowedToolsChoice(msgspec.Struct, tag_field="type", tag="allowed_tools"):
