@@ -1,6 +1,5 @@
 """Requests that are wrong: each is refused with a 4xx that says why, and none of them leaves a trace in the worker."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import openai

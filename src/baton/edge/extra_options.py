@@ -17,8 +17,12 @@ def carry_extra_options(body: Json) -> Json:
     if not moved:
         return body
     rest = {name: value for name, value in body.items() if name not in moved}
-    given = {name: value for name, value in options.items() if value is not None}
+    given = _not_null(options)
     return with_options(rest, given) if given else rest
+
+
+def _not_null(options: Json) -> Json:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _asks_for_nothing(value: object) -> bool:
