@@ -8,25 +8,20 @@ from baton.protocol.extra_options import with_extra_options
 _CARRIED = ("bad_words", "logit_bias", "stop_regex", "structural_tag")
 # The edge answers requests with these (`prompt_requests.py`); the frontend refuses some even if they ask for nothing.
 _ANSWERED = ("prompt_logprobs", "return_token_ids", "truncate_prompt_tokens")
+_FIELDS = frozenset((*_CARRIED, *_ANSWERED))
 
 
 def carry_extra_options(body: Json) -> Json:
     """Return the body with those fields in an annotation: the same object if it has none of them."""
-    options = {name: body[name] for name in _CARRIED if name in body}
-    moved = options.keys() | {name for name in _ANSWERED if name in body and _asks_for_nothing(body[name])}
-    if not moved:
+    if _FIELDS.isdisjoint(body):  # nearly always
         return body
-    rest = {name: value for name, value in body.items() if name not in moved}
-    given = _not_null(options)
-    return with_options(rest, given) if given else rest
+    options = {name: value for name, value in body.items() if name in _CARRIED and value is not None}
+    rest = {name: value for name, value in body.items() if _stays(name, value)}
+    return with_options(rest, options) if options else rest
 
 
-def _not_null(options: Json) -> Json:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _asks_for_nothing(value: object) -> bool:
-    return value is None or value is False
+def _stays(name: str, value: object) -> bool:
+    return name not in _CARRIED and not (name in _ANSWERED and (value is None or value is False))
 
 
 def with_options(body: Json, options: Mapping[str, object], returned: tuple[str, ...] = ()) -> Json:
