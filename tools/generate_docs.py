@@ -10,6 +10,7 @@ import msgspec
 from baton import __version__, errors
 from baton.config.load import options
 from baton.control.http.openapi import document
+from baton.edge.fields.prepare import TABLES
 from baton.protocol import outputs, requests
 from baton.protocol.extra import EXTRA_KEY
 
@@ -80,6 +81,22 @@ def protocol_page() -> str:
     return f"{written}{FIELDS_MARK}\n\n{protocol_tables()}"
 
 
+def fields_page() -> str:
+    """Return docs/request-fields.md."""
+    lines = [
+        "# Fields of requests",
+        "",
+        "Every field of the requests that clients send. *Honoured*: passed on as it is. *Translated*: changed into what"
+        " the frontend takes, with the same meaning. *Refused*: a 400 that names the field, unless its value is null or"
+        " one of those that are accepted, which ask for nothing. Other fields are refused too. An engine that lacks"
+        " what an honoured field asks for refuses it by name ([requests.md](requests.md)).",
+    ]
+    for path, table in TABLES.items():
+        lines += ["", f"## {path}", "", "| field | | |", "|---|---|---|"]
+        lines += [f"| `{field.name}` | {field.rule} | {field.note} |" for field in table.fields.values()]
+    return NOTICE + "\n".join(lines) + "\n"
+
+
 def control_document() -> str:
     """Return docs/control-openapi.json: the response of `/openapi.json` on a worker."""
     return msgspec.json.format(msgspec.json.encode(document(__version__)), indent=2).decode() + "\n"
@@ -91,6 +108,7 @@ PAGES = {
     "errors.md": error_page,
     "configuration.md": configuration_page,
     "protocol.md": protocol_page,
+    "request-fields.md": fields_page,
     "control-openapi.json": control_document,
 }
 

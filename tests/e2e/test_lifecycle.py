@@ -220,6 +220,7 @@ def test_workers_that_discovery_has_lost_register_again(start: Callable[..., Clu
 
 def test_a_model_whose_last_worker_has_left_is_unavailable(start: Callable[..., Cluster]) -> None:
     cluster = start(Cluster)
+    assert "'echo'" in error_in(cluster.post(CHAT, {**body("Hello", 4), "model": "other"})[1])["message"]
     cluster.processes[0].signal(signal.SIGTERM)
     assert cluster.processes[0].wait() == 0
     eventually(lambda: not list(cluster.client().models.list()), what="it is no longer listed")

@@ -20,7 +20,8 @@ def _print_ready(model: str, settings: Settings) -> None:
     from baton.topology.process_specs import add_worker_command, describe_workers
 
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    address = f"http://{host}:{settings.port}"
+    address = f"{'https' if settings.tls_certificate else 'http'}://{host}:{settings.port}"
+    key = " -H 'Authorization: Bearer KEY'" if settings.api_key or settings.api_key_file else ""
     if embeds(settings):
         path, body = "embeddings", f'{{"model": "{model}", "input": "Hello!"}}'
     else:
@@ -28,7 +29,7 @@ def _print_ready(model: str, settings: Settings) -> None:
         body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
     logs = log_directory(settings) or "standard error"
     click.echo(f"Serving {model} on {address} with {describe_workers(settings)}  (logs: {logs})\n\nTry it:\n")
-    click.echo(f"  curl {address}/v1/{path} -H 'Content-Type: application/json' -d '{body}'\n")
+    click.echo(f"  curl {address}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'\n")
     if settings.prefill:
         click.echo(f"Add a worker while it serves:\n\n  {add_worker_command(settings)}\n")
     sys.stdout.flush()

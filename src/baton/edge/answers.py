@@ -3,6 +3,7 @@
 Streams of chats pass unchanged: they are valid, apart from an empty answer, whose deltas have no content at all.
 """
 
+import re
 from typing import cast
 
 import msgspec
@@ -12,6 +13,9 @@ Json = dict[str, object]
 _EVENT_END = b"\n\n"
 _CHUNK = b"data: {"
 _DONE = b"data: [DONE]\n\n"
+# Quotes within strings are escaped, so text cannot look like these.
+_MESSAGE_DELTA = b'"type":"message_delta"'
+_WITHOUT_SEQUENCE = re.compile(rb'("delta":\{"stop_reason":(?:"\w+"|null))\}')
 _OPTIONAL = ("system_fingerprint", "usage")
 """Fields of a completion that may be absent, but not null."""
 
@@ -43,7 +47,9 @@ def normalise_completion_events(path: str, events: bytes) -> bytes:
 
 
 def normalise_message_events(path: str, events: bytes) -> bytes:
-    """Return whole events of an Anthropic message: the stream ends with `message_stop`."""
+    """Return whole events of an Anthropic message: `stop_sequence` is always there, and `message_stop` is the last."""
+    if _MESSAGE_DELTA in events:
+        events = _WITHOUT_SEQUENCE.sub(rb'\1,"stop_sequence":null}', events)
     return events.removesuffix(_DONE)
 
 

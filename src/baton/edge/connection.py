@@ -52,6 +52,7 @@ class ClientConnection(asyncio.Protocol):
         "_exchange",
         "_head_bytes",
         "_last_request",
+        "_out",
         "_owes_continue",
         "_parser",
         "_paused_reading",
@@ -83,6 +84,8 @@ class ClientConnection(asyncio.Protocol):
         self._last_request = False
         self._chunked = False
         self._skips_body = False
+        self._out: list[bytes] = []
+        """What the next flush sends, in one system call."""
         self.deadline = math.inf
         """When the connection is closed unless something happens before, in the time of the event loop."""
 
@@ -158,6 +161,7 @@ class ClientConnection(asyncio.Protocol):
             exchange.cancel()
         self._leave()
         self._queue.clear()
+        self._out.clear()
         self._transport = None
         del self._parser  # which refers to this object
 
@@ -188,13 +192,16 @@ class ClientConnection(asyncio.Protocol):
     def on_url(self, url: bytes) -> None:
         assert self._request is not None
         self._request.query += url  # may arrive in parts; split when the head is complete
-        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._request is not None
-        self._count_head(len(name) + len(value))
+        headers = self._request.headers
+        limits = self._edge.limits
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > limits.head_bytes or len(headers) >= limits.headers:
+            raise RefusedHead(_head_too_large(limits.head_bytes))
         if self._reading is Reading.HEAD:  # not a trailer
-            self._request.headers.append((name.lower(), value))
+            headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         request = self._request
@@ -258,20 +265,19 @@ class ClientConnection(asyncio.Protocol):
             self._last_request = True
             headers.append((b"connection", b"close"))
         self._skips_body = request.method == "HEAD"
-        self._write(answer_head(status, headers + self._edge.answer_headers(request)))
+        self._out.append(answer_head(status, headers + self._edge.answer_headers(request)))
 
     def write_body(self, data: bytes) -> None:
         """See `Writer`."""
-        if self._skips_body:
-            return
-        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        if not self._skips_body:
+            self._out.append(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def write_end(self) -> None:
         """See `Writer`."""
         if self._chunked:
             self._chunked = False
             if not self._skips_body:
-                self._write(_LAST_CHUNK)
+                self._out.append(_LAST_CHUNK)
         self._finish()
 
     def write_answer(self, request: Request, answer: Answer) -> None:
@@ -287,12 +293,18 @@ class ClientConnection(asyncio.Protocol):
     def break_off(self) -> None:
         """See `Writer`."""
         self._exchange = None
+        self.flush()
         if self._transport is not None:
             self._transport.close()
 
-    def _write(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
+    def flush(self) -> None:
+        """See `Writer`."""
+        if self._out and self._transport is not None:
+            out, self._out = self._out, []
+            if len(out) == 1:
+                self._transport.write(out[0])
+            else:
+                self._transport.writelines(out)
 
     def _next(self) -> None:
         """Start the exchanges of waiting requests, until one of them takes its time."""
@@ -322,6 +334,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _finish(self) -> None:
         """The answer is complete: go on to the next request, or close."""
+        self.flush()
         waiting = self._exchange is not None
         self._exchange = None
         self._leave()
@@ -336,7 +349,7 @@ class ClientConnection(asyncio.Protocol):
             self._set_deadline(self._edge.limits.idle_timeout_s)
         elif self._owes_continue:
             self._owes_continue = False
-            self._write(_CONTINUE)
+            self._transport.write(_CONTINUE)
         if self._paused_reading:
             self._paused_reading = False
             self._transport.resume_reading()
@@ -380,8 +393,8 @@ class ClientConnection(asyncio.Protocol):
         """Ask for the body that the client holds back, unless the request is refused without it."""
         if request.problem is not None:
             raise RefusedHead(request.problem)
-        if self._exchange is None and not self._queue:
-            self._write(_CONTINUE)
+        if self._exchange is None and not self._queue and self._transport is not None:
+            self._transport.write(_CONTINUE)
         else:
             self._owes_continue = True
 
@@ -397,13 +410,6 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._reading = Reading.HEAD
         self.data_received(request_head(request.method.encode(), request.query, headers) + rest)
-
-    def _count_head(self, size: int) -> None:
-        self._head_bytes += size
-        assert self._request is not None
-        limits = self._edge.limits
-        if self._head_bytes > limits.head_bytes or len(self._request.headers) >= limits.headers:
-            raise RefusedHead(_head_too_large(limits.head_bytes))
 
     def _bound_head(self, received: int) -> None:
         """Bound a head whose single name or value has not ended."""

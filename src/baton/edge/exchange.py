@@ -48,6 +48,9 @@ class Mode(enum.Enum):
     WHOLE = enum.auto()
 
 
+_RAW, _EVENTS = Mode.RAW, Mode.EVENTS  # an attribute of an enum is slow to look up
+
+
 class Writer(Protocol):
     """The client's connection, as an exchange sees it."""
 
@@ -56,6 +59,9 @@ class Writer(Protocol):
 
     def write_body(self, data: bytes) -> None:
         """Send some of the body."""
+
+    def flush(self) -> None:
+        """Send what was written: nothing more is there for now."""
 
     def write_end(self) -> None:
         """End the body. The exchange is over."""
@@ -172,13 +178,17 @@ class Exchange:
 
     def on_data(self, data: bytes) -> None:
         """See `Receiver`."""
-        match self._mode:
-            case Mode.RAW:
-                self._writer.write_body(data)
-            case Mode.EVENTS:
-                self._pass_events(data)
-            case _:
-                self._buffer.append(data)
+        mode = self._mode
+        if mode is _EVENTS:
+            self._pass_events(data)
+        elif mode is _RAW:
+            self._writer.write_body(data)
+        else:
+            self._buffer.append(data)
+
+    def flush(self) -> None:
+        """See `Receiver`."""
+        self._writer.flush()
 
     def on_end(self) -> None:
         """See `Receiver`."""

@@ -62,6 +62,9 @@ class Fetch:
         """See `Receiver`."""
         self._parts.append(data)
 
+    def flush(self) -> None:
+        """See `Receiver`."""
+
     def on_end(self) -> None:
         """See `Receiver`."""
         self._connection = None

@@ -14,7 +14,6 @@ from baton.edge.routes import Json
 from baton.errors import BatonError
 
 RETRY_AFTER_S = 1
-_ERROR_MARKS = (b'data: {"error"', b"event: error", b'data: {"type":"error"')
 _FIXED_TEXTS = frozenset(("", "Invalid request", "Bad Request"))
 _FIELD = re.compile(r"([a-z_][a-zA-Z0-9_.\[\]]*): ")
 _UNSUPPORTED = re.compile(r"parameter\(s\): `([^`]+)`")
@@ -39,7 +38,7 @@ def problem_from_frontend(status: int, body: bytes, reason: str | None) -> Probl
 
 def has_error_event(data: bytes) -> bool:
     """Whether some event in `data` may be an error. Quotes within strings are escaped, so text cannot look like one."""
-    return any(mark in data for mark in _ERROR_MARKS)
+    return b'data: {"error"' in data or b"event: error" in data or b'data: {"type":"error"' in data
 
 
 def rewrite_error_events(data: bytes, style: Style, request_id: str, reason: str | None) -> bytes:

@@ -1,7 +1,7 @@
 """What the head of a request decides: its id, route and client, and whether it is refused before its body is read."""
 
+import os
 import re
-import uuid
 
 import httptools
 
@@ -67,7 +67,13 @@ def assign_id(request: Request) -> None:
     if given is not None and _SAFE_ID.fullmatch(given):
         request.request_id = given.decode()
     else:
-        request.request_id = str(uuid.uuid4())
+        request.request_id = _new_id()
+
+
+def _new_id() -> str:
+    """Return a random UUID, in less time than `uuid` takes."""
+    digits = os.urandom(16).hex()
+    return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-a{digits[17:20]}-{digits[20:]}"
 
 
 def _body_length(headers: Headers) -> int | None:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 TICK_S = 1.0
-MODELS_INTERVAL_S = 5.0
+MODELS_INTERVAL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 
 

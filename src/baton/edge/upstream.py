@@ -6,6 +6,7 @@ take more pauses the connection.
 
 import asyncio
 import logging
+import socket
 from typing import Protocol, cast
 
 import httptools
@@ -29,11 +30,24 @@ class Receiver(Protocol):
     def on_data(self, data: bytes) -> None:
         """Some of the body has arrived."""
 
+    def flush(self) -> None:
+        """Nothing more has arrived for now."""
+
     def on_end(self) -> None:
         """The answer is complete."""
 
     def on_lost(self, error: BatonError) -> None:
         """The connection has failed, before or within the answer."""
+
+
+class Guard(Protocol):
+    """Decides which connections the frontend's port accepts."""
+
+    def admit(self, source_port: int) -> None:
+        """Accept a connection from `source_port`, which this process has bound."""
+
+    def settle(self, source_port: int) -> None:
+        """The connection is established or has ended."""
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -48,8 +62,10 @@ class UpstreamConnection(asyncio.Protocol):
         "_pieces",
         "_pool",
         "_receiver",
+        "_streams",
         "_transport",
         "idle_at",
+        "source_port",
     )
 
     def __init__(self, pool: "UpstreamPool") -> None:
@@ -60,17 +76,22 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers: Headers = []
         self._pieces: list[bytes] = []
         self._has_head = False
+        self._streams = False
+        """Whether the receiver has the head."""
         self._complete = False
         self._keep_alive = False
         self.idle_at = 0.0
+        self.source_port = 0
+        """Not 0 while the guard has to admit it."""
 
     def send(self, receiver: Receiver, head: bytes, body: bytes) -> None:
         """Send a request; `receiver` gets the answer."""
         assert self._transport is not None
         self._receiver = receiver
-        self._transport.write(head)
         if body:
-            self._transport.write(body)
+            self._transport.writelines((head, body))
+        else:
+            self._transport.write(head)
 
     def abort(self) -> None:
         """Close the connection at once, which cancels the request at the frontend. The receiver is not called again."""
@@ -102,7 +123,12 @@ class UpstreamConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail(f"the frontend sent an invalid answer: {error}")
             return
-        self._deliver()
+        if self._streams and len(self._pieces) == 1 and not self._complete:
+            self._receiver.on_data(self._pieces.pop())
+            if self._receiver is not None:
+                self._receiver.flush()
+        else:
+            self._deliver()
 
     def eof_received(self) -> None:
         """Let the transport close."""
@@ -115,19 +141,24 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _deliver(self) -> None:
         """Pass on what one read has brought. The receiver may abort this connection in each call."""
-        if self._headers and self._has_head and self._receiver is not None:
+        if self.source_port:
+            self._pool.settle(self)
+        if self._has_head and not self._streams and self._receiver is not None:
+            self._streams = True
             headers, self._headers = self._headers, []
             self._receiver.on_head(self._parser.get_status_code(), headers)
         if self._pieces:
-            data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            data = b"".join(self._pieces)
             self._pieces.clear()
             if self._receiver is not None:
                 self._receiver.on_data(data)
         if self._complete and self._receiver is not None:
             receiver, self._receiver = self._receiver, None
-            self._complete = self._has_head = False
+            self._complete = self._has_head = self._streams = False
             self._pool.release(self, self._keep_alive)
             receiver.on_end()
+        elif self._receiver is not None:
+            self._receiver.flush()
 
     def _fail(self, message: str) -> None:
         receiver = self._receiver
@@ -155,10 +186,11 @@ class UpstreamConnection(asyncio.Protocol):
 class UpstreamPool:
     """The connections to the frontend at one loopback port."""
 
-    def __init__(self, host: str, port: int = 0) -> None:
+    def __init__(self, host: str, port: int = 0, guard: Guard | None = None) -> None:
         self._host = host
         self.port = port
         """Set before the first request."""
+        self._guard = guard
         self._idle: list[UpstreamConnection] = []
         self._all: set[UpstreamConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -187,8 +219,15 @@ class UpstreamPool:
         else:
             connection.abort()
 
+    def settle(self, connection: UpstreamConnection) -> None:
+        """The connection is established at the frontend too, or has ended."""
+        if self._guard is not None:
+            self._guard.settle(connection.source_port)
+        connection.source_port = 0
+
     def forget(self, connection: UpstreamConnection) -> None:
         """Remove a closed connection."""
+        self.settle(connection)
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
@@ -207,15 +246,32 @@ class UpstreamPool:
             connection.abort()
 
     async def _connect(self, opened: "Opened") -> None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await loop.create_connection(lambda: UpstreamConnection(self), self._host, self.port)
+                connection = await self._open()
         except (OSError, TimeoutError) as error:
             opened.on_lost(PeerLost(f"cannot connect to the frontend: {error}"))
             return
         self._all.add(connection)
         opened.on_connected(connection)
+
+    async def _open(self) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
+        sock = socket.socket()
+        connection = UpstreamConnection(self)
+        try:
+            sock.setblocking(False)
+            sock.bind((self._host, 0))
+            connection.source_port = sock.getsockname()[1]
+            if self._guard is not None:
+                self._guard.admit(connection.source_port)
+            await loop.sock_connect(sock, (self._host, self.port))
+            await loop.create_connection(lambda: connection, sock=sock)
+        except BaseException:
+            self.settle(connection)
+            sock.close()
+            raise
+        return connection
 
 
 class Opened(Protocol):

@@ -52,7 +52,7 @@ async def _main(settings: Settings) -> int:
     )
     given = control_token(settings)
     token = given or generate_token()
-    pool = UpstreamPool(HOST)
+    pool = UpstreamPool(HOST, guard=frontend)
     edge = build_edge(settings, pool, token, frontend)
     heartbeat = asyncio.create_task(send_heartbeats(stop.set), name="heartbeat")
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -222,6 +223,7 @@ async def stage(
     origins: frozenset[str] = frozenset(),
     configured: tuple[str, ...] = (),
     routes: tuple[Route, ...] = ROUTES,
+    tls: ssl.SSLContext | None = None,
     reasons: Mapping[str, str | None] = MappingProxyType({}),
 ) -> AsyncIterator[Stage]:
     """Run an edge in front of a scripted frontend."""
@@ -229,7 +231,7 @@ async def stage(
     server = await asyncio.start_server(frontend.serve, HOST, 0)
     pool = UpstreamPool(HOST, server.sockets[0].getsockname()[1])
     access = Access(ApiKeys(keys, key_file, key_limits), "control-token", origins)
-    edge = Edge(pool, access, KnownModels(configured, 60.0), limits, RouteTable(routes), take_reason=reasons.get)
+    edge = Edge(pool, access, KnownModels(configured, 60.0), limits, RouteTable(routes), tls, take_reason=reasons.get)
     await edge.start(HOST, 0)
     parts = Stage(edge, frontend)
     try:

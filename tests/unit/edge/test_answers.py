@@ -85,6 +85,12 @@ def test_log_probabilities_have_offsets() -> None:
     assert normalise_completion("", answer)["choices"][0]["logprobs"]["text_offset"] == [0, 2]  # type: ignore[index]
 
 
-def test_the_stream_of_a_message_has_no_event_of_openai() -> None:
-    events = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
-    assert normalise_message_events("", events + b"data: [DONE]\n\n") == events
+def test_the_stream_of_a_message_ends_as_anthropics_does() -> None:
+    stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    events = (
+        b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"},"usage":{}}\n\n' + stop
+    )
+    whole = normalise_message_events("", events + b"data: [DONE]\n\n")
+    assert whole == events.replace(b'"end_turn"', b'"end_turn","stop_sequence":null')
+    given = events.replace(b'"end_turn"', b'"stop_sequence","stop_sequence":"x"')
+    assert normalise_message_events("", given) == given

@@ -11,12 +11,12 @@ from baton.edge.fields.table import Json, Table, honoured, ignored, refused, tra
 
 # Items without a type are messages. Reasoning of earlier turns is accepted, and left out of the prompt.
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-# Asks for nothing here: reasoning is returned in the clear.
+# Clients ask for it with every request; the answers have no reasoning that could be sent back.
 _INCLUDABLE = ("reasoning.encrypted_content",)
 
 _NOT_OF_REASONING = {
-    "summary": "reasoning is returned itself, not summarized",
-    "generate_summary": "reasoning is returned itself, not summarized",
+    "summary": "reasoning is not returned; chat completions return it",
+    "generate_summary": "reasoning is not returned; chat completions return it",
     "context": "reasoning of earlier turns is not used",
     "mode": "the models have no modes",
 }

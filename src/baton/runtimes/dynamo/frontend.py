@@ -12,13 +12,14 @@ from baton.ports.runtime import ModelCard
 from baton.runtimes.dynamo.frontend_log import FrontendLog
 from baton.runtimes.dynamo.listener import reserved_port, set_nodelay
 from baton.runtimes.dynamo.model_cards import DynamoModelCards
+from baton.runtimes.dynamo.port_guard import PortGuard
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 
 HOST = "127.0.0.1"
 
 
 class DynamoFrontend:
-    """One OpenAI endpoint over every worker in discovery, on a loopback port that it chooses. The edge is in front."""
+    """One OpenAI endpoint over every worker in discovery, on a loopback port that only this process can reach."""
 
     def __init__(
         self,
@@ -36,10 +37,11 @@ class DynamoFrontend:
         self._model_endpoints = model_endpoints
         self._model_cards: DynamoModelCards | None = None
         self._port = 0
+        self._guard: PortGuard | None = None
         self._router = router
         self._drain_timeout_s = drain_timeout_s
         self._migrations = migrations
-        self._log = FrontendLog(shows_debug="debug" in options.log or "trace" in options.log)
+        self._log = FrontendLog(options.log)
         self._environment = {
             # A stream that fails before its first token gets a real HTTP status instead of a 200.
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "200",
@@ -86,6 +88,17 @@ class DynamoFrontend:
             if self._served.done():
                 raise EngineDead(f"the frontend cannot listen on {HOST}:{self._port}")
             await asyncio.sleep(0.01)
+        self._guard = PortGuard(self._port)
+
+    def admit(self, source_port: int) -> None:
+        """See `PortGuard`. Valid between `start` and `stop`."""
+        if self._guard is not None:
+            self._guard.admit(source_port)
+
+    def settle(self, source_port: int) -> None:
+        """See `PortGuard`."""
+        if self._guard is not None:
+            self._guard.settle(source_port)
 
     def cards(self) -> list[ModelCard]:
         """Return the card of each process at the model endpoints that is registered now and serves clients."""
@@ -101,6 +114,8 @@ class DynamoFrontend:
         if self._model_cards is not None:
             self._model_cards.close()
             self._model_cards = None
+        if self._guard is not None:
+            self._guard.close()
         await self._runtime.shutdown()
         if self._served is not None:
             # The runtime waits as long for a connection with half a request as for one with a stream.

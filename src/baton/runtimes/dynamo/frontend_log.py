@@ -21,7 +21,7 @@ MAX_REASONS = 1024
 STDERR = 2
 _TARGETS = ("dynamo_llm::http::service::openai", "dynamo_llm::http::service::disconnect")
 _MARKS = (b'"diagnostic":"Some(', b"backend asserted status")
-_REASON = re.compile(rb'"level":"DEBUG".*"target":"dynamo_llm::http::service::(openai|disconnect)"')
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERROR", "OFF")
 _ASSERTED = re.compile(r"backend asserted status \d+: (.*)", re.DOTALL)
 _ESCAPE = re.compile(r"\\u\{([0-9a-f]+)\}|\\(.)")
 _SHORT = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
@@ -32,11 +32,18 @@ def reason_filter(log: str) -> str:
     return ",".join([log, *(f"{target}=debug" for target in _TARGETS)])
 
 
-class FrontendLog:
-    """Reads the log from `open` to `close`, in the event loop."""
+def _hidden_lines(log: str) -> re.Pattern[bytes]:
+    """Return a pattern of the lines that `reason_filter` adds to those that the filter `log` asks for."""
+    bare = next((part.strip().upper() for part in log.split(",") if "=" not in part), "ERROR")
+    hidden = _LEVELS[: _LEVELS.index(bare)] if bare in _LEVELS else ("DEBUG",)
+    return re.compile(f'"level":"({"|".join(hidden) or "-"})".*"target":"({"|".join(_TARGETS)})"'.encode())
 
-    def __init__(self, shows_debug: bool) -> None:
-        self._shows_debug = shows_debug
+
+class FrontendLog:
+    """Reads the log from `open` to `close`, in the event loop. `log` is the filter that the user has set."""
+
+    def __init__(self, log: str) -> None:
+        self._hidden = _hidden_lines(log)
         self._reader = -1
         self._stderr: TextIO | None = None
         self._own_stderr: TextIO | None = None
@@ -65,6 +72,8 @@ class FrontendLog:
             self._timer.cancel()
         os.dup2(self._own_stderr.fileno(), STDERR)
         self._read()
+        if self._rest:
+            self._pass_on([self._rest])
         os.close(self._reader)
         sys.stderr, self._stderr = self._stderr, None
 
@@ -93,7 +102,7 @@ class FrontendLog:
         for line in lines:
             if any(mark in line for mark in _MARKS):
                 self._note(line)
-            if self._shows_debug or not _REASON.search(line):
+            if not self._hidden.search(line):
                 shown.append(line)
         if shown and self._own_stderr is not None:
             data = b"\n".join(shown) + b"\n"

@@ -42,16 +42,24 @@ def reserved_port(host: str) -> Iterator[int]:
 def set_nodelay(port: int) -> bool:
     """Set TCP_NODELAY on this process's listener at `port`; return whether there was one."""
     found = False
-    for entry in Path("/proc/self/fd").iterdir():
+    for listener in find_listeners(port):
+        with listener:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            found = True
+    return found
+
+
+def find_listeners(port: int) -> Iterator[socket.socket]:
+    """Yield this process's listeners at `port`, as sockets that the caller closes."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
         try:
             sock = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:
             continue
-        with sock:
-            if _listens_at(sock, port):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                found = True
-    return found
+        if _listens_at(sock, port):
+            yield sock
+        else:
+            sock.close()
 
 
 def _listens_at(sock: socket.socket, port: int) -> bool:

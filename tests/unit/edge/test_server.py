@@ -1,0 +1,79 @@
+"""The listener: TLS, and what a stop does."""
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from baton.edge.server import tls_context
+from baton.errors import ConfigError
+from tests.unit.edge.stage import EVENTS_HEAD, HOST, Client, Received, chunk, get, on_uvloop, post, stage
+from tests.unit.edge.test_connection import CHAT
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    directory = tmp_path_factory.mktemp("tls")
+    files = str(directory / "certificate.pem"), str(directory / "key.pem")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    subprocess.run([*command.split(), "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
+    return files
+
+
+@on_uvloop
+async def test_requests_are_served_over_tls(certificate: tuple[str, str]) -> None:
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    trusting.check_hostname = False
+    async with stage(tls=tls_context(*certificate)) as s:
+        client = Client(*await asyncio.open_connection(HOST, s.edge.port, ssl=trusting))
+        s.clients.append(client)
+        for _ in range(2):
+            client.send(post(CHAT, b"{}"))
+            assert (await client.answer())[0] == 200
+
+
+def test_tls_files_are_checked_at_the_start(certificate: tuple[str, str], tmp_path: Path) -> None:
+    assert tls_context("", "") is None
+    with pytest.raises(ConfigError, match="add --tls-key"):
+        tls_context(certificate[0], "")
+    with pytest.raises(ConfigError, match="cannot use --tls-certificate"):
+        tls_context(certificate[0], str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="cannot use --tls-certificate"):
+        tls_context(certificate[1], certificate[0])
+
+
+@on_uvloop
+async def test_a_stop_closes_idle_connections_and_lets_streams_end() -> None:
+    async with stage() as s:
+        go = asyncio.Event()
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            writer.write(EVENTS_HEAD + chunk(b"data: 1\n\n"))
+            await go.wait()
+            writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+        s.frontend.reply = reply
+        busy, idle = await s.connect(), await s.connect()
+        busy.send(post(CHAT, b"{}"))
+        await busy.reader.readuntil(b"data: 1\n\n\r\n")
+        s.edge.drain()
+        assert await idle.closed() == b""
+        with pytest.raises(ConnectionRefusedError):
+            await s.connect()
+        go.set()
+        assert (await busy.closed()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@on_uvloop
+async def test_requests_reach_the_frontend_with_their_query() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        client.send(get("/live?a=b") + get("http://else.where/live?c"))
+        await client.answer()
+        await client.answer()
+        assert [request.target for request in s.frontend.received] == ["/live?a=b", "/live?c"]
