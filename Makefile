@@ -14,7 +14,7 @@ PARALLEL := --numprocesses $(JOBS) --dist loadfile
 # Left to `make test-all`.
 LONG := faults or fuzz or soak or slow
 
-.PHONY: serve unit test test-all test-long test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers reliability machine clean
+.PHONY: serve unit test test-all test-long test-sglang test-lm-eval check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers reliability machine clean
 
 serve: $(SERVING)
 	$(BIN)/baton serve $(ARGS)
@@ -27,7 +27,7 @@ unit: $(DEVELOPMENT)
 test: check machine
 	$(BIN)/python -m pytest $(PARALLEL) -m "not ($(LONG))" $(ARGS)
 
-test-all: test test-long test-sglang
+test-all: test test-long test-sglang test-lm-eval
 
 test-long: $(DEVELOPMENT) machine
 	$(BIN)/python -m pytest $(PARALLEL) -m "$(LONG)" $(ARGS)
@@ -36,6 +36,11 @@ test-long: $(DEVELOPMENT) machine
 test-sglang:
 	PYTHON=$(PYTHON) scripts/sglang_cpu/install.sh .venv-sglang
 	SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-sglang/bin/python -m pytest tests/real_sglang $(ARGS)
+
+# lm-eval through Baton and through transformers, in an environment of its own (800 MB).
+test-lm-eval: $(DEVELOPMENT)
+	PYTHON=$(BIN)/python scripts/lm-eval-venv.sh .venv-lm-eval
+	$(BIN)/python -m pytest tests/e2e/test_lm_eval.py $(ARGS)
 
 check: $(DEVELOPMENT)
 	$(BIN)/ruff format --check src tests bench tools

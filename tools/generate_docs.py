@@ -69,6 +69,7 @@ def protocol_tables() -> str:
         requests.OutputOptions,
         requests.Routing,
         outputs.Chunk,
+        outputs.PromptData,
     ]
     return "\n".join(_table(struct) for struct in structs)
 

@@ -1,6 +1,5 @@
 """Requests that are wrong: each is refused with a 4xx that says why, and none of them leaves a trace in the worker."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -39,7 +38,10 @@ KINDS = {
     "a token that the model does not have": (COMPLETIONS, {"prompt": [258]}, "token id 258 is out of range"),
     "more choices than the engine generates": (CHAT, {"n": 17}, "n: "),
     "an option that no engine has": (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
-    "an option that this engine lacks": (COMPLETIONS, {"echo": True}, "prompt_logprobs"),
+    "an option that this engine lacks": (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo"),
+    "a bias that this engine lacks": (CHAT, {"logit_bias": {"5": 1}}, "logit_bias"),
+    "a bias for a completion": (COMPLETIONS, {"logit_bias": {"5": 1}}, "logit_bias"),
+    "words that this engine cannot exclude": (CHAT, {"bad_words": ["a"]}, "bad_words"),
     "a list of tokens that no engine applies": (CHAT, {"allowed_token_ids": [65]}, "allowed_token_ids"),
     "embeddings instead of a prompt": (COMPLETIONS, {"prompt_embeds": "A" * 200}, "prompt_embeds"),
     "a thinking budget": (CHAT, {"nvext": {"max_thinking_tokens": 5}}, "max_thinking_tokens"),
@@ -151,19 +153,6 @@ def test_a_prompt_of_megabytes_is_refused_while_others_are_served(serve: Serve) 
 def test_a_body_over_the_limit_is_refused(serve: Serve) -> None:
     status, text = serve.post(COMPLETIONS, b" " * (46 * 2**20))
     assert_refusal(status, text, "larger than 32 MiB", 413)
-
-
-# The frontend takes these and drops them before the worker sees them (see docs/known-issues.md).
-DROPPED = [(CHAT, {"logit_bias": {"5": 1}}), (COMPLETIONS, {"logit_bias": {"5": 1}})]
-
-
-@pytest.mark.parametrize(("path", "change"), DROPPED, ids=lambda value: str(value)[:40])
-def test_options_that_the_frontend_drops_change_nothing(serve: Serve, path: str, change: dict[str, object]) -> None:
-    status, text = serve.post(path, {**GOOD[path], **change})
-    assert status == 200
-    choice = json.loads(text)["choices"][0]
-    assert (choice.get("text") or choice["message"]["content"]) == "Hell"
-    assert choice.get("logprobs") is None
 
 
 def test_many_wrong_requests_at_once_leave_the_worker_untouched(serve: Serve) -> None:

@@ -1,5 +1,6 @@
 """Disaggregated answers are the aggregated ones, token for token, over every way that KV can take."""
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -161,12 +162,19 @@ def test_a_guide_is_kept(split: Serve) -> None:
     assert answer.choices[0].text in ("yes", "no")
 
 
-def test_prompt_logprobs_are_computed_by_decode(split: Serve) -> None:
+def test_prompt_logprobs_are_computed_by_decode(split: Serve, whole: Serve) -> None:
     """They cannot be received: the decode worker lets the prefill go and computes the prompt itself."""
     cancelled = split.metric("baton_rooms_total", 0, end="cancelled")
     answer = complete(split, LONG[:300], extra_body={"prompt_logprobs": 1})
     assert said(answer) == said(complete(split, LONG[:300]))
     assert split.metric("baton_rooms_total", 0, end="cancelled") == cancelled + 1
+    body = {"model": MODEL, "prompt": LONG[:300], "max_tokens": 0, "echo": True, "logprobs": 1}
+    scores, expected = (json.loads(serve.post("/v1/completions", body)[1])["choices"] for serve in (split, whole))
+    assert scores[0]["logprobs"]["token_logprobs"][1:] == pytest.approx(
+        expected[0]["logprobs"]["token_logprobs"][1:], abs=1e-3
+    )
+    assert scores[0]["logprobs"]["tokens"] == expected[0]["logprobs"]["tokens"]
+    split.assert_quiet()
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.engines.sglang.params import escape
 from baton.errors import Cancelled, InvalidRequest, Unsupported
 from baton.ports.engine import Work
 from baton.protocol.events import KvStored
 from baton.protocol.ids import RequestId, new_request_id
-from baton.protocol.outputs import Finished, FinishReason, Logprobs, TokenDelta
+from baton.protocol.outputs import Finished, FinishReason, Logprobs, PromptScored, TokenDelta
 from baton.protocol.requests import GuidedDecoding, OutputOptions, Sampling, StopConditions
 from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session, read_to_the_end
@@ -73,7 +74,7 @@ def work(tokens: int = 12, prompt: tuple[int, ...] = PROMPT, **changes: Any) -> 
 
 
 async def answer_of(session: Session, asked: Work) -> tuple[list[int], Finished, list[Logprobs]]:
-    """Return the tokens of the one choice, how it ended, and its log-probabilities."""
+    """Return the tokens of the one choice, how it ended, and the log-probabilities of the prompt and of its tokens."""
     stream = session.engine.submit(asked)
     tokens: list[int] = []
     scores: list[Logprobs] = []
@@ -82,6 +83,8 @@ async def answer_of(session: Session, asked: Work) -> tuple[list[int], Finished,
             if isinstance(output, TokenDelta):
                 tokens += output.token_ids
                 scores += [output.logprobs] if output.logprobs else []
+            elif isinstance(output, PromptScored):
+                scores.append(output.logprobs)
             elif isinstance(output, Finished):
                 end = output
     return tokens, end, scores
@@ -96,19 +99,16 @@ def text_of(tokens: list[int], model: Path) -> str:
 
 def test_log_probabilities_of_answer_and_prompt_agree(engine: Engines) -> None:
     async def body(session: Session) -> None:
-        tokens, end, scores = await answer_of(session, work(16, output=OutputOptions(logprobs=2)))
+        tokens, _, scores = await answer_of(session, work(16, output=OutputOptions(logprobs=2)))
         chosen = [value for part in scores for value in part.chosen]
         best = [position[0] for part in scores for position in part.top]
         assert [alternative.rank for alternative in best] == [1] * 16
         assert [alternative.token_id for alternative in best] == tokens, "greedy takes the best"
-        assert end.prompt_logprobs is None
-        whole = work(1, prompt=(*PROMPT, *tokens), output=OutputOptions(prompt_logprobs=1))
-        _, end, scores = await answer_of(session, whole)
-        assert scores == []
-        assert end.prompt_logprobs is not None
-        assert len(end.prompt_logprobs.chosen) == len(PROMPT) + 16 - 1
-        assert end.prompt_logprobs.chosen[-16:] == pytest.approx(chosen, abs=1e-3)
-        assert [position[0].token_id for position in end.prompt_logprobs.top[-16:]] == tokens
+        whole = work(2, prompt=(*PROMPT, *tokens), output=OutputOptions(prompt_logprobs=1))
+        _, _, (of_prompt,) = await answer_of(session, whole)
+        assert len(of_prompt.chosen) == len(PROMPT) + 16 - 1
+        assert of_prompt.chosen[-16:] == pytest.approx(chosen, abs=1e-3)
+        assert [position[0].token_id for position in of_prompt.top[-16:]] == tokens
 
     engine.run(body)
 
@@ -205,6 +205,20 @@ def test_d06_min_tokens_holds_the_end_back(engine: Engines) -> None:
         assert (len(short), end.reason, end.stop_reason) == (first + 1, FinishReason.STOP, stop)
         held = msgspec.structs.replace(conditions, min_tokens=20)
         assert len((await answer_of(session, work(30, stop=held)))[0]) >= 20
+
+    engine.run(body)
+
+
+def test_output_ends_where_a_regular_expression_matches(engine: Engines, tiny: Path) -> None:
+    async def body(session: Session) -> None:
+        tokens, _, _ = await answer_of(session, work(12))
+        text = text_of(tokens, tiny)
+        letter = next(letter for letter in text if letter.isascii() and letter.isprintable())
+        stop = StopConditions(stop_regex=("never matches", f"[{escape(letter)}]"))
+        found, end, _ = await answer_of(session, work(12, stop=stop))
+        assert found == tokens[: len(found)]
+        assert text_of(found, tiny).endswith(letter)
+        assert end.reason is FinishReason.STOP
 
     engine.run(body)
 

@@ -12,7 +12,7 @@ from baton.config.engines import TorchOptions
 from baton.engines.torch.engine import TorchEngine
 from baton.ports.engine import Work
 from baton.protocol.ids import new_request_id
-from baton.protocol.outputs import Finished, Logprobs, TokenDelta
+from baton.protocol.outputs import Finished, Logprobs, PromptScored, TokenDelta
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 from baton.testing.bounded import run_bounded
 from baton.testing.fakes import running
@@ -89,6 +89,7 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
         self.end: Finished | None = None
+        self.prompt_logprobs: Logprobs | None = None
 
 
 async def answer(engine: TorchEngine, asked: Work) -> Answer:
@@ -100,6 +101,8 @@ async def answer(engine: TorchEngine, asked: Work) -> Answer:
                     found.tokens += output.token_ids
                     if output.logprobs is not None:
                         found.logprobs.append(output.logprobs)
+                case PromptScored():
+                    found.prompt_logprobs = output.logprobs
                 case Finished():
                     found.end = output
     return found
@@ -169,8 +172,7 @@ def test_log_probabilities_of_output_and_prompt(model: tuple[Path, Reference], b
         assert chosen[number] == pytest.approx(float(row[token]), abs=1e-4)
         best = torch.topk(row, 3)
         assert [entry.logprob for entry in top[number]] == pytest.approx(best.values.tolist(), abs=1e-4)
-    assert found.end is not None
-    scored = found.end.prompt_logprobs
+    scored = found.prompt_logprobs
     assert scored is not None
     assert len(scored.chosen) == len(prompt) - 1
     for number, token in enumerate(prompt[1:]):

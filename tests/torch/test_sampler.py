@@ -384,3 +384,25 @@ def test_a_logprob_is_always_finite() -> None:
     scored = prompt_logprobs(logits, [1, 1], 3)
     values = [*scored.chosen, *(leader.logprob for leaders in scored.top for leader in leaders)]
     assert all(map(math.isfinite, values))
+
+
+def test_the_last_token_of_a_bad_word_is_excluded_where_it_would_complete_the_word() -> None:
+    logits = [float(token) for token in range(VOCAB)]  # 22 is the best, then 21
+    words = ((22,), (5, 21))
+
+    def best(history: list[int], prompt: tuple[int, ...] = (1,)) -> int:
+        work = Work(
+            request_id=RequestId("r"),
+            token_ids=prompt,
+            max_tokens=9,
+            sampling=Sampling(temperature=0.0),
+            bad_words=words,
+        )
+        sequence = Sequence(work, 0, make_sampling_params(work, SamplingDefaults(), VOCAB), 0)
+        sequence.tokens += history
+        return token_of(sample_one(logits, sequence))
+
+    assert best([]) == 21
+    assert best([5]) == 20
+    assert best([5, 6]) == 21
+    assert best([], prompt=(1, 5)) == 21, "a word is one of the output alone"

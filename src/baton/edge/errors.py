@@ -52,8 +52,18 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
+class ProblemError(BatonError):
+    """A problem that ends a request."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
 def problem_of(error: BatonError) -> Problem:
     """Return `error` as a problem."""
+    if isinstance(error, ProblemError):
+        return error.problem
     if isinstance(error, FieldError):
         return Problem(status=error.field_status, message=error.message, code=error.field_code, param=error.param)
     return Problem(status=error.status, message=error.message, code=error.code)

@@ -7,14 +7,15 @@ routes that normalise them. Of a stream only whole events are passed on, so that
 import asyncio
 import enum
 import logging
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from baton.edge.errors import FieldError, Problem, error_answer, problem_of
+from baton.edge.errors import FieldError, Problem, ProblemError, error_answer, problem_of
 from baton.edge.frontend_errors import has_error_event, problem_from_frontend, rewrite_error_events
 from baton.edge.messages import HOP_BY_HOP, Answer, Headers, Request, end_to_end, request_head
-from baton.edge.routes import Json, Route
+from baton.edge.routes import Composed, Json, Route
 from baton.edge.upstream import UpstreamConnection
 from baton.errors import BatonError
 
@@ -114,13 +115,17 @@ class Exchange:
     def start(self) -> None:
         """Begin. The writer may be called before this returns."""
         if self._route.own is not None:
-            self._task = self._edge.start_task(self._answer_itself())
+            self._task = self._edge.start_task(self._answer_itself(self._route.own(self._request, self._edge)))
             return
         try:
-            self._outgoing = self._forwarded()
+            body, composed = prepared_body(self._route, self._request.body)
         except BatonError as error:
             self._refuse(problem_of(error))
             return
+        if composed is not None:
+            self._task = self._edge.start_task(self._answer_itself(composed(Sender(self._edge, self._request).send)))
+            return
+        self._outgoing = (forwarded_head(self._edge, self._request, len(body)), body)
         if (connection := self._edge.pool.take()) is not None:
             self.on_connected(connection)
         elif self._edge.pool.open < self._edge.limits.max_exchanges:
@@ -259,10 +264,9 @@ class Exchange:
         problem = await self._edge.models.explain_missing(self._request, self._edge, self._edge.now())
         self._refuse(problem or self._problem(body))
 
-    async def _answer_itself(self) -> None:
-        assert self._route.own is not None
+    async def _answer_itself(self, answering: Awaitable[Answer]) -> None:
         try:
-            answer = await self._route.own(self._request, self._edge)
+            answer = await answering
         except BatonError as error:
             self._refuse(problem_of(error))
         except Exception:
@@ -275,28 +279,49 @@ class Exchange:
         request = self._request
         self._writer.write_answer(request, error_answer(problem, self._route.style, request.request_id))
 
-    def _forwarded(self) -> tuple[bytes, bytes]:
-        """Return head and body of the request for the frontend. Raises BatonError for a body that is not valid."""
-        request = self._request
-        body = prepared_body(self._route, request.body)
-        headers = end_to_end(request.headers, _NOT_FORWARDED)
-        headers.append((b"host", self._edge.upstream_host))
-        headers.append((b"x-request-id", request.request_id.encode()))
-        if request.method == "POST":
-            headers.append((b"content-length", b"%d" % len(body)))
-        # The frontend sees GET for HEAD, so that the length of the answer is known; the body stays here.
-        method = b"GET" if request.method == "HEAD" else request.method.encode()
-        target = request.path.encode("latin-1")
-        return request_head(method, target + b"?" + request.query if request.query else target, headers), body
+
+class Sender:
+    """Sends bodies of its own for one request of a client."""
+
+    def __init__(self, edge: "Edge", request: Request) -> None:
+        self._edge = edge
+        self._request = request
+
+    async def send(self, body: Json) -> Json:
+        """See `Send`."""
+        edge, request, route = self._edge, self._request, self._request.route
+        assert route is not None
+        content = msgspec.json.encode(body)
+        status, answer = await edge.send(forwarded_head(edge, request, len(content)), content)
+        if status == 404 and (missing := await edge.models.explain_missing(request, edge, edge.now())) is not None:
+            raise ProblemError(missing)
+        if status >= 400:
+            raise ProblemError(problem_from_frontend(status, answer, edge.take_reason(request.request_id)))
+        decoded = msgspec.json.decode(answer, type=Json)
+        return decoded if route.normalise is None else route.normalise(route.path, decoded)
 
 
-def prepared_body(route: Route, body: bytes) -> bytes:
-    """Return the body to forward. Raises BatonError."""
-    if route.prepare is None:
-        return body
+def forwarded_head(edge: "Edge", request: Request, length: int) -> bytes:
+    """Return the head of a request for the frontend, whose body has `length` bytes."""
+    headers = end_to_end(request.headers, _NOT_FORWARDED)
+    headers.append((b"host", edge.upstream_host))
+    headers.append((b"x-request-id", request.request_id.encode()))
+    if request.method == "POST":
+        headers.append((b"content-length", b"%d" % length))
+    # The frontend sees GET for HEAD, so that the length of the answer is known; the body stays here.
+    method = b"GET" if request.method == "HEAD" else request.method.encode()
+    target = request.path.encode("latin-1")
+    return request_head(method, target + b"?" + request.query if request.query else target, headers)
+
+
+def prepared_body(route: Route, body: bytes) -> tuple[bytes, Composed | None]:
+    """Return the body to forward, or what answers the request instead. Raises BatonError."""
+    if route.prepare is None and route.compose is None:
+        return body, None
     decoded = decode_object(body)
-    prepared = route.prepare(route.path, decoded)
-    return body if prepared is decoded else msgspec.json.encode(prepared)
+    prepared = decoded if route.prepare is None else route.prepare(route.path, decoded)
+    composed = None if route.compose is None else route.compose(route.path, prepared)
+    return body if prepared is decoded else msgspec.json.encode(prepared), composed
 
 
 def decode_object(body: bytes) -> Json:

@@ -10,14 +10,15 @@ TIMEOUT_S = 10.0
 
 
 class Fetch:
-    """One GET with its whole answer."""
+    """One request with its whole answer. Cancelling it cancels the request at the frontend."""
 
-    __slots__ = ("_connection", "_done", "_head", "_host", "_parts", "_pool", "_status")
+    __slots__ = ("_body", "_connection", "_done", "_head", "_host", "_parts", "_pool", "_status")
 
     def __init__(self, pool: UpstreamPool, host: bytes) -> None:
         self._pool = pool
         self._host = host
         self._head = b""
+        self._body = b""
         self._status = 0
         self._parts: list[bytes] = []
         self._connection: UpstreamConnection | None = None
@@ -26,14 +27,18 @@ class Fetch:
     async def get(self, path: str, request_id: str = "") -> tuple[int, bytes]:
         """Return status and body. Raises BatonError without an answer."""
         headers = [(b"host", self._host)] + ([(b"x-request-id", request_id.encode())] if request_id else [])
-        self._head = request_head(b"GET", path.encode(), headers)
+        return await self.send(request_head(b"GET", path.encode(), headers), b"", TIMEOUT_S)
+
+    async def send(self, head: bytes, body: bytes, timeout_s: float | None = None) -> tuple[int, bytes]:
+        """Return status and body of the answer to a request. Raises BatonError without an answer."""
+        self._head, self._body = head, body
         opening = None
         if (connection := self._pool.take()) is not None:
             self.on_connected(connection)
         else:
             opening = self._pool.connect(self)
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await self._done
         except TimeoutError:
             raise PeerLost("the frontend does not answer") from None
@@ -47,7 +52,7 @@ class Fetch:
     def on_connected(self, connection: UpstreamConnection) -> None:
         """See `Opened`."""
         self._connection = connection
-        connection.send(self, self._head, b"")
+        connection.send(self, self._head, self._body)
 
     def on_head(self, status: int, headers: Headers) -> None:
         """See `Receiver`."""

@@ -10,15 +10,25 @@ from baton.edge.answers import (
     normalise_completion_events,
     normalise_message_events,
 )
+from baton.edge.extra_options import carry_extra_options
 from baton.edge.fields.prepare import TABLES, prepare
-from baton.edge.routes import ROUTES, Normalise, NormaliseEvents, Own, Route
+from baton.edge.prompt_requests import CHAT, COMPLETIONS
+from baton.edge.routes import ROUTES, Compose, Json, Normalise, NormaliseEvents, Own, Prepare, Route
+from baton.edge.scoring import compose
 
-_WHOLE: dict[str, Normalise] = {
-    "/v1/chat/completions": normalise_chat,
-    "/v1/completions": normalise_completion,
+
+def _prepare_with_options(path: str, body: Json) -> Json:
+    return carry_extra_options(prepare(path, body))
+
+
+_PREPARED: dict[str, Prepare] = {
+    **dict.fromkeys(TABLES, prepare),
+    **dict.fromkeys((CHAT, COMPLETIONS), _prepare_with_options),
 }
+_COMPOSED: dict[str, Compose] = dict.fromkeys((CHAT, COMPLETIONS), compose)
+_WHOLE: dict[str, Normalise] = {CHAT: normalise_chat, COMPLETIONS: normalise_completion}
 _EVENTS: dict[str, NormaliseEvents] = {
-    "/v1/completions": normalise_completion_events,
+    COMPLETIONS: normalise_completion_events,
     "/v1/messages": normalise_message_events,
 }
 
@@ -28,7 +38,8 @@ def public_routes(own: Mapping[str, Own]) -> tuple[Route, ...]:
     return tuple(
         replace(
             route,
-            prepare=prepare if route.path in TABLES else None,
+            prepare=_PREPARED.get(route.path),
+            compose=_COMPOSED.get(route.path),
             normalise=_WHOLE.get(route.path),
             normalise_events=_EVENTS.get(route.path),
             own=own.get(route.path),

@@ -1,7 +1,8 @@
 """The routes of the edge: which paths are public, what they need, and what the edge does with them.
 
 A route is forwarded to the frontend unless it has an `own` handler. The JSON body of a forwarded route passes through
-`prepare` on its way to the frontend, and a whole answer through `normalise` on its way back.
+`prepare` on its way to the frontend, and a whole answer through `normalise` on its way back. Some bodies need several
+requests to the frontend, or answers that depend on the request: `compose` answers those.
 """
 
 from collections.abc import Awaitable, Callable
@@ -36,6 +37,16 @@ Own = Callable[[Request, Frontend], Awaitable[Answer]]
 """Answers a request itself. Raises BatonError (FieldError for a field); other errors become a 500."""
 
 
+Send = Callable[[Json], Awaitable[Json]]
+"""Sends a body to the frontend, on the path of the request. Returns its normalised answer; raises BatonError if that is
+an error. Cancelling it cancels the request at the frontend."""
+
+Composed = Callable[[Send], Awaitable[Answer]]
+Compose = Callable[[str, Json], Composed | None]
+"""Called with the path of the route and the prepared body. Returns what answers the request, or None if the body is to
+be forwarded. Raises FieldError."""
+
+
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """One path. With a final slash, every path below it."""
 
@@ -48,6 +59,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     style: Style = "openai"
     own: Own | None = None
     prepare: Prepare | None = None
+    compose: Compose | None = None
     normalise: Normalise | None = None
     normalise_events: NormaliseEvents | None = None
 

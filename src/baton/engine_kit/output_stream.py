@@ -16,6 +16,7 @@ from baton.protocol.outputs import (
     Logprobs,
     Output,
     PromptCached,
+    PromptScored,
     TokenDelta,
 )
 
@@ -32,7 +33,6 @@ class OutputStream:
     """
 
     __slots__ = (
-        "_cached",
         "_error",
         "_finished",
         "_handoff",
@@ -42,6 +42,7 @@ class OutputStream:
         "_loop",
         "_not_before",
         "_open",
+        "_prompt",
         "_timer",
         "_tokens",
         "_urgent",
@@ -52,7 +53,7 @@ class OutputStream:
     def __init__(self, choices: int = 1) -> None:
         self._loop = asyncio.get_running_loop()
         self._open = choices
-        self._cached: PromptCached | None = None
+        self._prompt: tuple[Output, ...] = ()  # read with the first tokens
         self._tokens: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[Logprobs]] = {}
         self._finished: list[Finished] = []
@@ -95,7 +96,11 @@ class OutputStream:
 
     def cached(self, tokens: int) -> None:
         """Add how much of the prompt was in the prefix cache; it is read with the first tokens."""
-        self._cached = PromptCached(tokens)
+        self._prompt += (PromptCached(tokens),)
+
+    def scored(self, logprobs: Logprobs) -> None:
+        """Add the log-probabilities of the prompt; they are read with the first tokens."""
+        self._prompt += (PromptScored(logprobs),)
 
     def push(self, token_ids: list[int], index: int = 0, logprobs: Logprobs | None = None) -> None:
         """Add new tokens of a choice; the stream owns the list from now on. Ignored after the end."""
@@ -138,11 +143,10 @@ class OutputStream:
         index: int = 0,
         stop_reason: int | str | None = None,
         cached_tokens: int | None = None,
-        prompt_logprobs: Logprobs | None = None,
     ) -> None:
         """End a choice; with the last one the stream ends."""
         if not self.ended:
-            self._finished.append(Finished(reason, index, stop_reason, cached_tokens, prompt_logprobs))
+            self._finished.append(Finished(reason, index, stop_reason, cached_tokens))
             self._open -= 1
             self._wake_at_once()
 
@@ -203,9 +207,9 @@ class OutputStream:
         if tokens and self._writers:
             self._wake_writers()
         outputs: list[Output] = []
-        if self._cached is not None and tokens:
-            outputs.append(self._cached)
-            self._cached = None
+        if self._prompt and (tokens or self._finished):
+            outputs += self._prompt
+            self._prompt = ()
         deltas = [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
         if not self._urgent:
             return [*outputs, *deltas]

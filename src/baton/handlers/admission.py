@@ -172,6 +172,14 @@ def _unsupported_sampling(request: GenerateRequest, can: Capabilities) -> Iterat
         yield "length_penalty: it ranks the beams of a beam search, which this engine does not have"
     if sampling.logit_bias and not can.logit_bias:
         yield "logit_bias: this engine has no logit bias"
+    if sampling.bad_words and not can.bad_words:
+        yield "bad_words: this engine cannot exclude words"
+    yield from _unsupported_stop(request, can)
+
+
+def _unsupported_stop(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
+    if request.stop.stop_regex and not can.stop_regex:
+        yield "stop_regex: this engine does not stop at regular expressions; use stop"
     if request.stop.max_thinking_tokens is not None and not can.max_thinking_tokens:
         yield "max_thinking_tokens: this engine has no thinking budget"
 
@@ -198,7 +206,8 @@ def _unsupported_output(request: GenerateRequest, can: Capabilities) -> Iterator
     if output.logprobs is not None and limit is None:
         yield "logprobs: this engine does not return log-probabilities"
     if output.prompt_logprobs is not None and not can.prompt_logprobs:
-        yield "prompt_logprobs: this engine does not return log-probabilities of the prompt"
+        name = "echo with logprobs" if output.echo else "prompt_logprobs"
+        yield f"{name}: this engine does not return log-probabilities of the prompt"
     for name, asked in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
         if (asked or 0) > (limit or 0):
             yield f"{name}: this engine returns at most {limit} alternatives, not {asked}"

@@ -4,11 +4,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from baton.handlers.admission import admit
+from baton.handlers.bad_words import with_bad_words
 from baton.handlers.media import MediaInput
+from baton.handlers.prompt_data import no_tokens, without_tokens
 from baton.handlers.relay import relay
 from baton.ports.engine import EngineInfo, GenerateEngine
 from baton.ports.runtime import Context
-from baton.protocol.outputs import Chunk, FinishReason, Usage
+from baton.ports.tokenizer import TokenTexts
+from baton.protocol.outputs import Chunk
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import RequestTracker
 
@@ -17,26 +20,38 @@ class AggregatedHandler:
     """Generates tokens from tokens on one engine."""
 
     def __init__(
-        self, engine: GenerateEngine, info: EngineInfo, tracker: RequestTracker, media_input: MediaInput | None = None
+        self,
+        engine: GenerateEngine,
+        info: EngineInfo,
+        tracker: RequestTracker,
+        media_input: MediaInput | None = None,
+        texts: TokenTexts | None = None,
     ) -> None:
         self._engine = engine
         self._info = info
         self._tracker = tracker
         self._media_input = media_input or MediaInput()
+        self._texts = texts
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
         with self._tracker.track(context, len(request.token_ids)) as tracked:
-            if request.stop.max_tokens == 0:
-                # The frontend sends this when it migrates a request whose last token was generated elsewhere.
-                yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(tracked.prompt_tokens, 0))
+            scores_only = request.scores_only
+            if scores_only:
+                request = request.for_scoring()
+            elif request.stop.max_tokens == 0:
+                async for chunk in no_tokens(request, self._texts, tracked):
+                    yield chunk
                 return
             can = self._engine.capabilities
             work = admit(request, tracked.request_id, self._info, can, context.trace_headers)
+            work = await with_bad_words(work, self._texts, tracked)
             async with (
                 await self._media_input.load(request, tracked, can) as media,
-                aclosing(relay(self._engine, media.attach(work), tracked, self._tracker.limits)) as chunks,
+                aclosing(
+                    relay(self._engine, media.attach(work), tracked, self._tracker.limits, texts=self._texts)
+                ) as chunks,
             ):
                 async for chunk in chunks:
                     media.used()
-                    yield chunk
+                    yield without_tokens(chunk) if scores_only else chunk

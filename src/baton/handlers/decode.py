@@ -7,15 +7,18 @@ import msgspec
 
 from baton.errors import Unsupported
 from baton.handlers.admission import admit
+from baton.handlers.bad_words import with_bad_words
 from baton.handlers.kv_handoff import ConsumeByEngine, ConsumeByImport, KvHandoff
 from baton.handlers.media import LoadedMedia, MediaInput
+from baton.handlers.prompt_data import no_tokens, without_tokens
 from baton.handlers.relay import relay
 from baton.handlers.tickets import cached_tokens_of, engine_params, ticket_of
 from baton.ports.engine import EngineInfo, GenerateEngine, KvImportEngine
 from baton.ports.runtime import Context
+from baton.ports.tokenizer import TokenTexts
 from baton.ports.transfer import Claim, Consumer
 from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Ticket
-from baton.protocol.outputs import Chunk, FinishReason, Usage
+from baton.protocol.outputs import Chunk
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import RequestTracker, TrackedRequest
 
@@ -30,8 +33,10 @@ class DecodeHandler:
         tracker: RequestTracker,
         consumer: Consumer,
         media_input: MediaInput | None = None,
+        texts: TokenTexts | None = None,
     ) -> None:
         self._engine = engine
+        self._texts = texts
         self._importer = engine if isinstance(engine, KvImportEngine) and info.kv is not None else None
         self._info = info
         self._tracker = tracker
@@ -45,24 +50,30 @@ class DecodeHandler:
         handoff: KvHandoff | None = None
         try:
             with self._tracker.track(context, len(request.token_ids)) as tracked:
-                if request.stop.max_tokens == 0:
-                    # The frontend sends this when it migrates a request whose last token was generated elsewhere.
-                    yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(tracked.prompt_tokens, 0))
+                scores_only = request.scores_only
+                if scores_only:
+                    request = request.for_scoring()
+                elif request.stop.max_tokens == 0:
+                    async for chunk in no_tokens(request, self._texts, tracked):
+                        yield chunk
                     return
                 self._refuse_impossible(request)
                 can = self._engine.capabilities
                 work = admit(request, tracked.request_id, self._info, can, context.trace_headers)
+                work = await with_bad_words(work, self._texts, tracked)
                 if ticket is not None:
                     claim, handoff = self._claim(request, ticket, tracked)
                     source = await self._source(request, ticket, claim, tracked)
                     work = msgspec.structs.replace(work, handoff=Consume(source=source))
                 async with (
                     await self._media(request, tracked) as media,
-                    aclosing(relay(self._engine, media.attach(work), tracked, self._tracker.limits, handoff)) as chunks,
+                    aclosing(
+                        relay(self._engine, media.attach(work), tracked, self._tracker.limits, handoff, self._texts)
+                    ) as chunks,
                 ):
                     async for chunk in chunks:
                         media.used()
-                        yield chunk
+                        yield without_tokens(chunk) if scores_only else chunk
         finally:
             if claim is not None:
                 await claim.close()

@@ -7,17 +7,17 @@ from collections.abc import AsyncGenerator
 
 from baton.errors import BatonError, EngineDead, EngineFailed
 from baton.handlers.kv_handoff import KvHandoff
+from baton.handlers.prompt_data import PromptReport
 from baton.ports.engine import AbortableEngine, GenerateEngine, Work
+from baton.ports.tokenizer import TokenTexts
 from baton.protocol.ids import RequestId
 from baton.protocol.lifecycle import State
 from baton.protocol.outputs import (
     Chunk,
     Finished,
     HandoffReady,
-    Logprobs,
     Output,
     PromptCached,
-    PromptLogprobs,
     TokenDelta,
     Usage,
 )
@@ -34,7 +34,12 @@ class EngineKilled(EngineFailed):
 
 
 async def relay(
-    engine: GenerateEngine, work: Work, tracked: TrackedRequest, limits: RequestLimits, handoff: KvHandoff | None = None
+    engine: GenerateEngine,
+    work: Work,
+    tracked: TrackedRequest,
+    limits: RequestLimits,
+    handoff: KvHandoff | None = None,
+    texts: TokenTexts | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Submit `work` and yield its chunks; the last one carries the finish reason and the usage.
 
@@ -46,6 +51,7 @@ async def relay(
     """
     tracked.scope.check()
     answer = _Answer(work, tracked)
+    report = PromptReport(work, texts)
     try:
         stream = engine.submit(work)
         tracked.lifecycle.advance(State.SUBMITTED)
@@ -57,8 +63,8 @@ async def relay(
         while answer.open_choices:
             outputs = _filtered(await stream.read(not_before), handoff)
             not_before = clock() + limits.flush_interval_s
-            if work.output.prompt_logprobs is not None:
-                await answer.read_prompt_logprobs(outputs)
+            for chunk in await report.take(outputs, tracked) if report.pending else ():
+                yield chunk
             for chunk in answer.push(outputs):
                 yield chunk
     except EngineDead as error:
@@ -99,20 +105,11 @@ async def _release(
 class _Answer:
     """The chunks and the counts of one request."""
 
-    __slots__ = ("_prompt_logprobs", "_tracked", "_work", "open_choices")
+    __slots__ = ("_tracked", "open_choices")
 
     def __init__(self, work: Work, tracked: TrackedRequest) -> None:
-        self._work = work
         self._tracked = tracked
-        self._prompt_logprobs: PromptLogprobs | None = None
         self.open_choices = work.sampling.n or 1
-
-    async def read_prompt_logprobs(self, outputs: list[Output]) -> None:
-        """Build the log-probabilities of the prompt in a thread: there may be tens of thousands."""
-        for output in outputs:
-            if isinstance(output, Finished) and output.prompt_logprobs is not None:
-                read = asyncio.to_thread(_by_token, self._work.token_ids, output.prompt_logprobs)
-                self._prompt_logprobs = await self._tracked.scope.wait(read)
 
     def push(self, outputs: list[Output]) -> list[Chunk]:
         """Return the chunks to send for `outputs`."""
@@ -158,19 +155,7 @@ class _Answer:
         if not self.open_choices:
             usage = Usage(tracked.prompt_tokens, tracked.completion_tokens, tracked.cached_tokens)
         tokens, logprobs = (delta.token_ids, delta.logprobs) if delta else ([], None)
-        prompt = None if end.prompt_logprobs is None else self._prompt_logprobs
-        return Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage, prompt_logprobs=prompt)
-
-
-def _by_token(prompt: tuple[int, ...], logprobs: Logprobs) -> PromptLogprobs:
-    """Return one entry for each token of the prompt: None for the first, else its log-probability and alternatives."""
-    entries: PromptLogprobs = [None]
-    for number, (token, chosen) in enumerate(zip(prompt[1:], logprobs.chosen, strict=True)):
-        entry = {str(token): {"logprob": chosen}}
-        for top in logprobs.top[number] if logprobs.top else ():
-            entry.setdefault(str(top.token_id), {"logprob": top.logprob})
-        entries.append(entry)
-    return entries
+        return Chunk(tokens, end.index, logprobs, end.reason, end.stop_reason, usage)
 
 
 async def abort(engine: AbortableEngine, request_id: RequestId, abort_timeout_s: float) -> None:

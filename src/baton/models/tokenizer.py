@@ -1,5 +1,6 @@
 """The tokenizer of a model directory, with Hugging Face's tokenizers, and its chat template."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import ConfigError, InvalidRequest, Unsupported
 from baton.models.chat_template import compile_template, read_chat_template, read_template_file
 from baton.models.sentence import is_lowercase
 
@@ -57,6 +58,50 @@ class HubTokenizer:
             return self._template.render(values)
         except Exception as error:  # a template may raise anything for messages that it does not expect
             raise InvalidRequest(f"messages: {error}") from error
+
+
+class HubTokenTexts:
+    """A TokenTexts (see `ports/tokenizer.py`) that reads the tokenizer of `directory` when it is first used."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._texts: dict[int, str] = {}
+
+    @functools.cached_property
+    def _tokenizer(self) -> tokenizers.Tokenizer:
+        try:
+            return tokenizers.Tokenizer.from_file(str(self._directory / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise Unsupported(f"this model has no tokenizer that can decode a prompt: {error}") from error
+
+    @functools.cached_property
+    def _before(self) -> tuple[list[int], str]:
+        """A token before the one to decode, and its text: some tokenizers drop the space at the start of a text."""
+        tokens = self.encode("a")[-1:]
+        return tokens, self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def text_of(self, token_id: int) -> str:
+        """See `TokenTexts.text_of`."""
+        text = self._texts.get(token_id)
+        if text is None:
+            tokens, before = self._before
+            text = self._tokenizer.decode([*tokens, token_id], skip_special_tokens=False).removeprefix(before)
+            self._texts[token_id] = text
+        return text
+
+    def decode(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        """See `TokenTexts.decode`."""
+        tokenizer, stream = self._tokenizer, DecodeStream(skip_special_tokens=False)
+        offsets: list[int] = []
+        length = 0
+        for token in token_ids:
+            offsets.append(length)
+            length += len(stream.step(tokenizer, token) or "")
+        return tokenizer.decode(list(token_ids), skip_special_tokens=False), offsets
+
+    def encode(self, text: str) -> list[int]:
+        """See `TokenTexts.encode`."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 class PassageTokenizer:

@@ -55,6 +55,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     guides_after_reasoning: bool = False
     max_thinking_tokens: bool = False
     logit_bias: bool = False
+    bad_words: bool = False
+    stop_regex: bool = False
     lora: bool = False
     memory_tags: frozenset[str] = frozenset()
     weight_sources: frozenset[str] = frozenset()
@@ -101,7 +103,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """One request as an engine sees it. `max_tokens` is always set. It has passed admission.
 
-    With `require_reasoning`, its guide applies to what follows `EngineInfo.reasoning_end_token`.
+    With `require_reasoning`, its guide applies to what follows `EngineInfo.reasoning_end_token`. `bad_words` are the
+    sequences of tokens that the output must not contain.
     """
 
     request_id: RequestId
@@ -118,6 +121,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: str | None = None
     cache_salt: str | None = None
     require_reasoning: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
     trace_headers: Mapping[str, str] = {}
 
 

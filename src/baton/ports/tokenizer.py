@@ -1,4 +1,4 @@
-"""The tokenizer, for workers with text input. Calls are slow for long texts: run them off the event loop."""
+"""The tokenizer of a model. Calls are slow for long texts: run them off the event loop."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -9,6 +9,22 @@ class Decoder(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete; a character of several tokens is returned with its last one."""
+
+
+class TokenTexts(Protocol):
+    """The texts of tokens, for workers that receive tokens. Safe to use from several threads.
+
+    Every method raises Unsupported if the model has no tokenizer that Baton can read.
+    """
+
+    def text_of(self, token_id: int) -> str:
+        """Return the text of a token within a text; U+FFFD for a part of a character."""
+
+    def decode(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        """Return the text of these tokens, special tokens included, and where in it each of them begins."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of `text`, with no special tokens added."""
 
 
 class Tokenizer(Protocol):

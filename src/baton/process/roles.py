@@ -17,7 +17,7 @@ from baton.handlers.probe import ONE_TOKEN, ONE_VECTOR, ProbeContext, ProbeHandl
 from baton.handlers.text import TextHandler
 from baton.health.canary import Probe
 from baton.models.families import NO_PARSER
-from baton.models.tokenizer import HubTokenizer, PassageTokenizer
+from baton.models.tokenizer import HubTokenizer, HubTokenTexts, PassageTokenizer
 from baton.ports.engine import (
     Capabilities,
     EmbedEngine,
@@ -241,6 +241,10 @@ def _tokenizer(context: RoleContext) -> HubTokenizer:
     return HubTokenizer(Path(context.info.model_dir), context.settings.chat_template)
 
 
+def _texts(context: RoleContext) -> HubTokenTexts:
+    return HubTokenTexts(Path(context.info.model_dir))
+
+
 def _image_prompt(context: RoleContext) -> tuple[int, ...]:
     """Return a prompt with a place for one image, if the model's chat template can render one; else a single token."""
     image_first = [{"type": "image"}, {"type": "text", "text": "."}]
@@ -298,7 +302,7 @@ def _generate(context: RoleContext, media_input: MediaInput) -> Service[Any, Any
         text = TextHandler(_generating(context), context.info, context.tracker, _tokenizer(context))
         return Service(text.generate, decode_text, encode_text)
     return Service(
-        AggregatedHandler(_generating(context), context.info, context.tracker, media_input).generate,
+        AggregatedHandler(_generating(context), context.info, context.tracker, media_input, _texts(context)).generate,
         decode_request,
         encode_chunk,
     )
@@ -334,7 +338,7 @@ async def _decode(context: RoleContext) -> RoleService:
     engine = _generating(context)
     if context.info.kv is not None and not isinstance(engine, KvImportEngine):
         raise _no_ability(context, "import KV")
-    handler = DecodeHandler(engine, context.info, context.tracker, consumer, media_input)
+    handler = DecodeHandler(engine, context.info, context.tracker, consumer, media_input, _texts(context))
     return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
         _local_probe(context),

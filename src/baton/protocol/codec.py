@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from baton.protocol.extra import EXTRA_KEY, Extra
+from baton.protocol.extra_options import place_extra_options
 from baton.protocol.handoff import Bootstrap, PrefillResult
 from baton.protocol.media import MediaItem
 from baton.protocol.outputs import Chunk, Logprobs, Usage
@@ -63,6 +64,8 @@ def decode_request(raw: object) -> GenerateRequest:
     if not isinstance(raw, Mapping):
         raise DecodeError(f"Expected `object`, got `{type(raw).__name__}` - at `$`")
     present: Wire = {key: value for key, value in raw.items() if value is not None}
+    if present.get("annotations"):
+        present = _with_extra_options(present)
     media = present.get("multi_modal_data")
     if not isinstance(media, Mapping):
         return keep_extra(convert(present, GenerateRequest), present)
@@ -70,6 +73,13 @@ def decode_request(raw: object) -> GenerateRequest:
     request = keep_extra(convert(present, GenerateRequest), present)
     kept = {kind: tuple(map(keep_extra, listed, items[kind])) for kind, listed in (request.media or {}).items()}
     return msgspec.structs.replace(request, media=kept)
+
+
+def _with_extra_options(present: Wire) -> Wire:
+    try:
+        return place_extra_options(present)
+    except (ValueError, RecursionError) as error:
+        raise DecodeError(f"{error} - at `$.annotations`") from None
 
 
 def convert(raw: object, cls: type[S]) -> S:
@@ -114,8 +124,8 @@ def encode_chunk(chunk: Chunk) -> Wire:
         wire["completion_usage"] = encode_usage(chunk.usage)
     if chunk.disaggregated_params is not None:
         wire["disaggregated_params"] = chunk.disaggregated_params
-    if chunk.prompt_logprobs is not None:
-        wire["engine_data"] = {"prompt_logprobs": chunk.prompt_logprobs}
+    if chunk.prompt is not None:
+        wire["engine_data"] = msgspec.to_builtins(chunk.prompt)
     if chunk.encoder_result is not None:
         wire["encoder_result"] = chunk.encoder_result
     return wire

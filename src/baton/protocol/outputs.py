@@ -4,8 +4,8 @@ import enum
 
 import msgspec
 
-# For each token of a prompt: its alternatives by token id; None for the first.
-PromptLogprobs = list[dict[str, dict[str, float]] | None]
+# For each token of a prompt: itself and its alternatives by token id; None for the first.
+PromptLogprobs = list[dict[str, dict[str, object]] | None]
 
 
 class FinishReason(enum.StrEnum):
@@ -48,17 +48,19 @@ class PromptCached(msgspec.Struct, frozen=True, gc=False):
     tokens: int
 
 
-class Finished(msgspec.Struct, frozen=True):
-    """One choice has ended. The stream ends when every choice has.
+class PromptScored(msgspec.Struct, frozen=True):
+    """The log-probabilities of the prompt, from its second token on. Comes once, with the first tokens."""
 
-    `prompt_logprobs` are aligned with the prompt from its second token on: the first has no log-probability.
-    """
+    logprobs: Logprobs
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """One choice has ended. The stream ends when every choice has."""
 
     reason: FinishReason
     index: int = 0
     stop_reason: int | str | None = None
     cached_tokens: int | None = None
-    prompt_logprobs: Logprobs | None = None
 
 
 class HandoffReady(msgspec.Struct, frozen=True):
@@ -82,7 +84,7 @@ class KvWanted(msgspec.Struct, frozen=True):
     blocks: tuple[int, ...]
 
 
-Output = PromptCached | TokenDelta | HandoffReady | KvComputed | KvWanted | Finished
+Output = PromptCached | PromptScored | TokenDelta | HandoffReady | KvComputed | KvWanted | Finished
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
@@ -91,6 +93,21 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None = None
+
+
+class PromptData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request asks to know of its prompt, sent once, before its tokens.
+
+    `text` is the decoded prompt, special tokens included; `tokens` are the texts of its tokens and `offsets` the places
+    in `text` where they begin. `logprobs` have a null for the first token, else the log-probability of the token and
+    those of its alternatives, by token id.
+    """
+
+    token_ids: list[int] | None = msgspec.field(default=None, name="prompt_token_ids")
+    text: str | None = msgspec.field(default=None, name="prompt_text")
+    tokens: list[str] | None = msgspec.field(default=None, name="prompt_tokens")
+    offsets: list[int] | None = msgspec.field(default=None, name="prompt_offsets")
+    logprobs: PromptLogprobs | None = msgspec.field(default=None, name="prompt_logprobs")
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -106,5 +123,5 @@ class Chunk(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     usage: Usage | None = msgspec.field(default=None, name="completion_usage")
     disaggregated_params: dict[str, object] | None = None
-    prompt_logprobs: PromptLogprobs | None = msgspec.field(default=None, name="engine_data.prompt_logprobs")
+    prompt: PromptData | None = msgspec.field(default=None, name="engine_data")
     encoder_result: dict[str, object] | None = None

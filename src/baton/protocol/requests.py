@@ -33,6 +33,7 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids_hidden: tuple[TokenId, ...] | None = None
     ignore_eos: bool | None = None
     max_thinking_tokens: Count | None = None
+    stop_regex: str | tuple[str, ...] | None = None
     extra: Extra = extra_field()
 
 
@@ -78,17 +79,23 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     guided_decoding: GuidedDecoding | None = None
     logit_bias: dict[str, float] | None = None
+    bad_words: tuple[str, ...] | None = None
     extra: Extra = extra_field()
 
 
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to return besides the tokens. `logprobs` 0 returns the chosen token only."""
+    """What to return besides the tokens. `logprobs` 0 returns the chosen token only.
+
+    `echo` returns the prompt as text, `return_token_ids` its token ids.
+    """
 
     logprobs: Annotated[int, Meta(ge=0, le=1000)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=1000)] | None = None
     skip_special_tokens: bool | None = None
     formatted_prompt: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
     extra: Extra = extra_field()
 
 
@@ -132,6 +139,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.sampling.n or 1
 
     @property
+    def scores_only(self) -> bool:
+        """Whether only the log-probabilities of the prompt are asked for."""
+        return self.stop.max_tokens == 0 and self.output.prompt_logprobs is not None
+
+    @property
     def cache_salt(self) -> str | None:
         """The tenant whose prefix cache the request uses; requests with other salts share no KV block with it."""
         if self.routing is not None and self.routing.cache_salt:
@@ -141,7 +153,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return salt if isinstance(salt, str) and salt else None
 
     def for_prefill(self) -> "GenerateRequest":
-        """Return the request that computes the KV of the prompt and one token, for one choice."""
+        """Return the request that computes the KV of the prompt and one token, for one choice.
+
+        The worker that decodes returns what the request asks to know of its prompt.
+        """
         stop = msgspec.structs.replace(self.stop, max_tokens=1, min_tokens=None)
-        sampling = msgspec.structs.replace(self.sampling, n=1, best_of=None)
+        sampling = msgspec.structs.replace(self.sampling, n=1, best_of=None, bad_words=None)
+        output = msgspec.structs.replace(self.output, prompt_logprobs=None, echo=None, return_token_ids=None)
+        return msgspec.structs.replace(self, stop=stop, sampling=sampling, output=output)
+
+    def for_scoring(self) -> "GenerateRequest":
+        """Return the request that scores the prompt: engines compute log-probabilities with a first token."""
+        stop = msgspec.structs.replace(self.stop, max_tokens=1, min_tokens=None)
+        sampling = msgspec.structs.replace(self.sampling, n=1, best_of=None, guided_decoding=None)
         return msgspec.structs.replace(self, stop=stop, sampling=sampling)

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.codec import DecodeError, Wire, convert, encode_usage
+from baton.protocol.extra_options import take_extra_options
 from baton.protocol.outputs import FinishReason, Usage
 from baton.protocol.requests import (
     Choices,
@@ -189,8 +190,21 @@ def decode_text(raw: object) -> TextRequest:
     """Return the request that an OpenAI body describes. Raises DecodeError."""
     if not isinstance(raw, dict):
         raise DecodeError(f"Expected `object`, got `{type(raw).__name__}` - at `$`")
+    raw = _with_extra_options(raw)
     request = convert({key: value for key, value in raw.items() if key != "unknown"}, TextRequest)
     return msgspec.structs.replace(request, unknown=_unknown_keys(raw))
+
+
+def _with_extra_options(raw: Wire) -> Wire:
+    """Return the body with the options that the edge moved into an annotation."""
+    extensions = raw.get("nvext")
+    if not isinstance(extensions, dict) or not extensions.get("annotations"):
+        return raw
+    try:
+        annotations, options = take_extra_options(extensions["annotations"])
+    except (ValueError, RecursionError) as error:
+        raise DecodeError(f"{error} - at `$.nvext.annotations`") from None
+    return {**raw, **options, "nvext": {**extensions, "annotations": annotations}}
 
 
 def _unknown_keys(raw: Mapping[str, object]) -> tuple[str, ...]:

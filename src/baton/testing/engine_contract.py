@@ -12,6 +12,7 @@ from baton.protocol.commands import Continue, Pause
 from baton.protocol.events import KvCleared, KvRemoved, KvStored
 from baton.protocol.ids import RequestId, new_request_id
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
+from baton.protocol.requests import OutputOptions
 from baton.testing.bounded import eventually, measure_lag
 from baton.testing.engine_session import Answer, Session, read_to_the_end
 from baton.testing.engine_suite import EngineSuite
@@ -204,6 +205,29 @@ class EngineContract(EngineSuite):
                         positions += len(delta.logprobs.chosen)
                     await asyncio.sleep(0.02)
                 assert positions == 48
+
+        self._run(body())
+
+    def test_prompt_logprobs_come_once_with_the_first_tokens(self) -> None:
+        async def body() -> None:
+            async with self._session() as session:
+                can = session.engine.capabilities
+                if not can.prompt_logprobs:
+                    pytest.skip("the engine returns no prompt logprobs")
+                work = self.work(session.info, length=3 * session.info.block_size + 1, tokens=4)
+                sampling = msgspec.structs.replace(work.sampling, n=min(2, can.max_choices))
+                for alternatives in (0, 2):
+                    asked = msgspec.structs.replace(
+                        work,
+                        request_id=new_request_id("scored"),
+                        sampling=sampling,
+                        output=OutputOptions(prompt_logprobs=alternatives),
+                    )
+                    answer = await read_to_the_end(session.engine.submit(asked), sampling.n or 1)
+                    assert answer.prompt_logprobs is not None
+                    assert len(answer.prompt_logprobs.chosen) == len(work.token_ids) - 1
+                    assert all(logprob <= 0 for logprob in answer.prompt_logprobs.chosen)
+                    assert {len(top) for top in answer.prompt_logprobs.top} <= {alternatives}
 
         self._run(body())
 

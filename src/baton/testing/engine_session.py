@@ -2,7 +2,7 @@
 
 from baton.ports.engine import EngineInfo, GenerateEngine, KvImportEngine, Stream
 from baton.protocol.events import LoadSnapshot, Reading
-from baton.protocol.outputs import Finished, Output, PromptCached, TokenDelta
+from baton.protocol.outputs import Finished, Logprobs, Output, PromptCached, PromptScored, TokenDelta
 from baton.testing.bounded import eventually
 
 
@@ -13,6 +13,7 @@ class Answer:
         self.tokens: list[list[int]] = [[] for _ in range(choices)]
         self.ends: list[Finished | None] = [None] * choices
         self.cached: int | None = None
+        self.prompt_logprobs: Logprobs | None = None
         self.reads = 0
 
     def add(self, outputs: list[Output]) -> None:
@@ -22,14 +23,21 @@ class Answer:
         assert len({delta.index for delta in deltas}) == len(deltas), "one read has at most one delta for each choice"
         for output in outputs:
             match output:
-                case PromptCached():
-                    assert (self.cached, any(self.tokens)) == (None, False), "once, with the first tokens"
-                    self.cached = output.tokens
+                case PromptCached() | PromptScored():
+                    self._add_prompt(output)
                 case TokenDelta():
                     self._add_delta(output)
                 case Finished():
                     assert self.ends[output.index] is None, "a choice ends once"
                     self.ends[output.index] = output
+
+    def _add_prompt(self, output: PromptCached | PromptScored) -> None:
+        if isinstance(output, PromptCached):
+            assert (self.cached, any(self.tokens)) == (None, False), "once, with the first tokens"
+            self.cached = output.tokens
+        else:
+            assert (self.prompt_logprobs, self.tokens[0]) == (None, []), "once, with the first tokens"
+            self.prompt_logprobs = output.logprobs
 
     def _add_delta(self, delta: TokenDelta) -> None:
         assert delta.token_ids, "a delta has tokens"

@@ -11,7 +11,16 @@ from baton.ports.observer import RequestRecord
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
-from baton.protocol.outputs import Finished, HandoffReady, KvComputed, KvWanted, Output, PromptCached, TokenDelta
+from baton.protocol.outputs import (
+    Finished,
+    HandoffReady,
+    KvComputed,
+    KvWanted,
+    Output,
+    PromptCached,
+    PromptScored,
+    TokenDelta,
+)
 
 Step = Output | BatonError | asyncio.Event | float
 Script = Sequence[Step]
@@ -178,6 +187,8 @@ def _write(output: Output, stream: OutputStream) -> None:
             stream.push(list(output.token_ids), output.index, output.logprobs)
         case PromptCached():
             stream.cached(output.tokens)
+        case PromptScored():
+            stream.scored(output.logprobs)
         case Finished():
             stream.finish(output.reason, output.index, output.stop_reason, output.cached_tokens)
         case HandoffReady():

@@ -27,6 +27,8 @@ ALL = Capabilities(
     guides_after_reasoning=True,
     max_thinking_tokens=True,
     logit_bias=True,
+    bad_words=True,
+    stop_regex=True,
 )
 # Every option, with a value that has an effect. A field that is added to the contract must be added here.
 APPLIED_BY_ENGINES: dict[str, dict[str, Any]] = {
@@ -38,6 +40,7 @@ APPLIED_BY_ENGINES: dict[str, dict[str, Any]] = {
         "stop_token_ids_hidden": [7],
         "ignore_eos": True,
         "max_thinking_tokens": 3,
+        "stop_regex": "a+",
     },
     "sampling_options": {
         "n": 2,
@@ -51,8 +54,9 @@ APPLIED_BY_ENGINES: dict[str, dict[str, Any]] = {
         "seed": 1,
         "guided_decoding": {"regex": "a"},
         "logit_bias": {"5": 1.0},
+        "bad_words": ["a"],
     },
-    "output_options": {"logprobs": 1, "prompt_logprobs": 1},
+    "output_options": {"logprobs": 1, "prompt_logprobs": 1, "echo": True, "return_token_ids": True},
     "guided_decoding": {
         "json": {},
         "regex": "a",

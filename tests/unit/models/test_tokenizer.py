@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import models, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from baton.engines.echo.engine import MODEL_DIR
-from baton.errors import ConfigError, InvalidRequest
-from baton.models.tokenizer import HubTokenizer, PassageTokenizer
+from baton.errors import ConfigError, InvalidRequest, Unsupported
+from baton.models.tokenizer import HubTokenizer, HubTokenTexts, PassageTokenizer
 
 MESSAGES: list[dict[str, object]] = [{"role": "user", "content": "hi"}]
 
@@ -65,3 +65,26 @@ def test_template_that_is_not_a_string_is_ignored_with_a_warning(
     assert "it is a list, not a string" in caplog.text
     with pytest.raises(InvalidRequest, match="no chat template"):
         tokenizer.render_chat(MESSAGES)
+
+
+def test_tokens_have_the_text_that_they_have_within_a_text(tmp_path: Path) -> None:
+    vocabulary = {"<s>": 0, "▁": 1, "▁Hello": 2, "▁Paris": 3, "!": 4, "▁a": 5, "a": 6}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = HubTokenTexts(tmp_path)
+    assert [texts.text_of(token) for token in (2, 3, 4, 0)] == [" Hello", " Paris", "!", "<s>"]
+    assert texts.decode((2, 3, 4)) == ("Hello Paris!", [0, 5, 11])
+
+
+def test_tokens_of_one_character_begin_where_it_begins() -> None:
+    texts = HubTokenTexts(MODEL_DIR)
+    assert texts.decode(texts.encode("aé!")) == ("aé!", [0, 1, 1, 2])
+    assert [texts.text_of(token) for token in texts.encode("aé")] == ["a", "�", "�"]
+
+
+def test_a_model_without_a_readable_tokenizer_cannot_decode_prompts(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="tokenizer"):
+        HubTokenTexts(tmp_path).decode((1, 2))

@@ -68,6 +68,7 @@ def _sampling_capabilities(options: SglangOptions, values: Mapping[str, Any], di
         "max_logprobs": None if diffusion else MAX_LOGPROBS,
         "guided": GUIDES if guides else frozenset(),
         "logit_bias": not diffusion,
+        "stop_regex": options.guided and not diffusion,  # SGLang decodes its tokens to match them
         # Both need the token that ends reasoning, which SGLang has from its parser.
         "guides_after_reasoning": bool(guides and values.get("reasoning_parser")),
         "max_thinking_tokens": bool(values.get("reasoning_parser")),

@@ -17,7 +17,7 @@ BUSY = (429, 503)
 class ChoiceUpdate(NamedTuple):
     """What one chunk adds to a choice. With `cut`, the engine still generates and must be aborted.
 
-    The first tokens come with the `cached_tokens` of the prompt.
+    The first tokens come with the `cached_tokens` of the prompt, those of the first choice with its log-probabilities.
     """
 
     token_ids: list[int]
@@ -25,6 +25,7 @@ class ChoiceUpdate(NamedTuple):
     end: Finished | BatonError | None = None
     cut: bool = False
     cached_tokens: int | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 class Choice:
@@ -35,7 +36,7 @@ class Choice:
         self._index = index
         self._incremental = incremental
         self._cuts = adapter_stop_tokens(work)
-        self._is_plain = not self._cuts and work.output.logprobs is None
+        self._is_plain = not self._cuts and work.output.logprobs is None and work.output.prompt_logprobs is None
         self._seen = 0
 
     def read(self, chunk: Chunk) -> ChoiceUpdate:
@@ -55,8 +56,9 @@ class Choice:
         kept, cut = self._kept(fresh)
         end = self._cut_end(kept, meta) if cut else self._end(finish, meta)
         logprobs = self._logprobs(meta, start, len(kept))
+        scores = self._prompt_logprobs(meta, len(kept))
         self._seen += len(kept)
-        return ChoiceUpdate(kept, logprobs, end, cut and finish is None, cached)
+        return ChoiceUpdate(kept, logprobs, end, cut and finish is None, cached, scores)
 
     def _cached(self, meta: Chunk) -> int | None:
         return None if self._seen else meta.get("cached_tokens")
@@ -85,8 +87,7 @@ class Choice:
         return self._finished(FinishReason.EOS, meta)
 
     def _finished(self, reason: FinishReason, meta: Chunk, stop_reason: int | str | None = None) -> Finished:
-        scores = self._prompt_logprobs(meta)
-        return Finished(reason, self._index, stop_reason, meta.get("cached_tokens"), scores)
+        return Finished(reason, self._index, stop_reason, meta.get("cached_tokens"))
 
     def _failure(self, finish: Chunk) -> BatonError:
         message, status = str(finish.get("message") or "aborted"), finish.get("status_code")
@@ -111,11 +112,13 @@ class Choice:
         top = (meta.get("output_top_logprobs") or [])[start : start + count] if asked else []
         return Logprobs(tuple(_score(entry) for entry in chosen), _alternatives(top, asked))
 
-    def _prompt_logprobs(self, meta: Chunk) -> Logprobs | None:
-        asked = self._work.output.prompt_logprobs
-        if asked is None:
+    def _prompt_logprobs(self, meta: Chunk, count: int) -> Logprobs | None:
+        asked, following = self._work.output.prompt_logprobs, len(self._work.token_ids) - 1
+        if asked is None or self._index or self._seen or not count:
             return None
         chosen = (meta.get("input_token_logprobs") or [])[1:]
+        if len(chosen) != following:
+            raise EngineFailed(f"SGLang returned {len(chosen)} log-probabilities for {following} tokens of the prompt")
         top = (meta.get("input_top_logprobs") or [])[1:] if asked else []
         return Logprobs(tuple(_score(entry) for entry in chosen), _alternatives(top, asked))
 

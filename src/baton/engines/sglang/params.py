@@ -84,8 +84,13 @@ def _requested(work: Work, index: int, setting: Setting) -> dict[str, Any]:
         "logit_bias": sampling.logit_bias,
         "sampling_seed": _seed(sampling, index, setting),
         "ignore_eos": stop.ignore_eos,
+        "stop_regex": _stop_regex(work.stop.stop_regex),
         "stop_token_ids": sorted(stop_tokens(work) | eos_tokens(work)) or None,
     }
+
+
+def _stop_regex(patterns: str | tuple[str, ...] | None) -> list[str] | None:
+    return ([patterns] if isinstance(patterns, str) else list(patterns or ())) or None
 
 
 def stop_tokens(work: Work) -> frozenset[int]:

@@ -160,9 +160,11 @@ class Requests:
             if not request.begun and update.cached_tokens is not None:
                 stream.cached(update.cached_tokens)
             request.begun = True
+            if update.prompt_logprobs is not None:
+                stream.scored(update.prompt_logprobs)
             stream.push(update.token_ids, index, update.logprobs)
         if isinstance(end := update.end, Finished):
-            stream.finish(end.reason, index, end.stop_reason, end.cached_tokens, end.prompt_logprobs)
+            stream.finish(end.reason, index, end.stop_reason, end.cached_tokens)
             if update.cut:
                 self._manager.abort_request(rid=rid)
         elif end is not None:

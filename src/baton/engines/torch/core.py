@@ -27,7 +27,7 @@ MAX_FAILED_STEPS = 3
 class SampledToken(NamedTuple):
     """One token of one choice, and the end of that choice if this was its last.
 
-    The first token of a request has its `cached_tokens`.
+    The first token of a request has its `cached_tokens` and the log-probabilities of its prompt, if it wants them.
     """
 
     request_id: RequestId
@@ -36,6 +36,7 @@ class SampledToken(NamedTuple):
     logprobs: Logprobs | None
     finished: Finished | None
     cached_tokens: int | None
+    prompt_logprobs: Logprobs | None
 
 
 class FailedRequest(NamedTuple):
@@ -217,19 +218,17 @@ class Core:
             finished = self._finished(sequence, *end)
         is_first = sequence.index == 0 and sequence.generated == 1
         cached = sequence.cached_tokens if is_first else None
+        scores = _prompt_logprobs(sequence) if is_first else None
         self._sampled.append(
-            SampledToken(request_id, sequence.index, sampled.token, sampled.logprobs, finished, cached)
+            SampledToken(request_id, sequence.index, sampled.token, sampled.logprobs, finished, cached, scores)
         )
 
     def _finished(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> Finished:
         choices = self._requests[sequence.work.request_id]
         if all(choice.phase is Phase.ENDED for choice in choices):
             del self._requests[sequence.work.request_id]
-        prompt = join_logprobs(sequence.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None
         # Later choices share the prompt of the first, so its cached tokens are those of the request.
-        return Finished(
-            reason, sequence.index, stop_reason, choices[0].cached_tokens, None if sequence.index else prompt
-        )
+        return Finished(reason, sequence.index, stop_reason, choices[0].cached_tokens)
 
     def _fail_batch(self, batch: Batch, error: Exception) -> None:
         """End the requests of a step that raised `error`. Raises EngineDead after too many such steps in a row."""
@@ -239,6 +238,13 @@ class Core:
         failure = EngineFailed(f"the step failed: {error}")
         for chunk in (*batch.prefills, *batch.decodes):
             self.fail(chunk.sequence.work.request_id, failure)
+
+
+def _prompt_logprobs(sequence: Sequence) -> Logprobs | None:
+    if sequence.params.prompt_logprobs is None:
+        return None
+    parts, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+    return join_logprobs(parts)
 
 
 def _step_tokens(options: TorchOptions, device: str) -> int:

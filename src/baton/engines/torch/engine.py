@@ -25,7 +25,7 @@ from baton.protocol.commands import Command, JoinGroup, Outcome, UpdateWeights
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Consume, Handoff, Produce
 from baton.protocol.ids import RequestId
-from baton.protocol.outputs import Finished, KvWanted
+from baton.protocol.outputs import Finished, KvWanted, Logprobs
 from baton.status.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class TorchEngine:
             guided=frozenset({"json", "regex", "choice", "grammar"}),
             guides_after_reasoning=True,
             logit_bias=True,
+            bad_words=True,
             memory_tags=frozenset({"kv_cache", "weights"}),
             weight_sources=frozenset({"disk", "tensors", "shared_memory", "group"}),
             pause_modes=frozenset({"abort", "retract", "keep"}),
@@ -262,7 +263,7 @@ class TorchEngine:
             stream = self._streams.get(sampled.request_id)
             if stream is not None:
                 if sampled.cached_tokens is not None:
-                    stream.cached(sampled.cached_tokens)
+                    _push_prompt(stream, sampled.cached_tokens, sampled.prompt_logprobs)
                 stream.push([sampled.token], sampled.choice, sampled.logprobs)
                 if sampled.finished is not None:
                     self._finish(sampled.request_id, stream, sampled.finished)
@@ -274,7 +275,7 @@ class TorchEngine:
         self._new_readings.set()
 
     def _finish(self, request_id: RequestId, stream: OutputStream, end: Finished) -> None:
-        stream.finish(end.reason, end.index, end.stop_reason, end.cached_tokens, end.prompt_logprobs)
+        stream.finish(end.reason, end.index, end.stop_reason, end.cached_tokens)
         if stream.ended:
             del self._streams[request_id]
             if isinstance(self._handoffs.get(request_id), Consume):
@@ -295,6 +296,12 @@ class TorchEngine:
         for stream in streams.values():
             stream.fail(self._dead)
         self._new_readings.set()
+
+
+def _push_prompt(stream: OutputStream, cached_tokens: int, logprobs: Logprobs | None) -> None:
+    stream.cached(cached_tokens)
+    if logprobs is not None:
+        stream.scored(logprobs)
 
 
 def _refuse_more_than_a_prompt(work: Work) -> None:

@@ -1,6 +1,6 @@
 """Samples tokens from logits. A row's token depends on that row and its sequence only, never on the rest of the batch.
 
-    raw logits -> bias -> penalties -> grammar -> min_tokens -> temperature -> top_k -> top_p -> min_p -> token
+    raw logits -> bias -> penalties -> bad words -> grammar -> min_tokens -> temperature -> top_k, top_p, min_p -> token
         |
         +-> logprobs
 
@@ -195,7 +195,7 @@ def _indices(rows: list[int], like: Tensor) -> Tensor:
 
 
 def _edit(logits: Tensor, sequences: list[Sequence]) -> dict[int, BatonError]:
-    """Apply bias, penalties, grammars and min_tokens in place; return the errors of rows whose grammar failed."""
+    """Apply all but temperature, top_k, top_p and min_p in place; return the errors of rows whose grammar failed."""
     errors: dict[int, BatonError] = {}
     masks: dict[int, bytes] = {}
     for row, sequence in enumerate(sequences):
@@ -203,6 +203,8 @@ def _edit(logits: Tensor, sequences: list[Sequence]) -> dict[int, BatonError]:
             _add_bias(logits[row], sequence.params)
         if sequence.params.has_penalties:
             _penalise(logits[row], sequence)
+        if sequence.params.bad_words:
+            _forbid_bad_words(logits[row], sequence)
         if sequence.guide is not None:
             try:
                 masks[row] = sequence.guide.mask()
@@ -231,6 +233,18 @@ def _penalise(row: Tensor, sequence: Sequence) -> None:
         values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     values = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
     row[ids] = values.clamp(max=torch.finfo(row.dtype).max)
+
+
+def _forbid_bad_words(row: Tensor, sequence: Sequence) -> None:
+    """Forbid the tokens that would complete a bad word of the output."""
+    tokens, first = sequence.tokens, sequence.prompt_length
+    last = [
+        word[-1]
+        for word in sequence.params.bad_words
+        if len(tokens) - len(word) + 1 >= first and tokens[len(tokens) - len(word) + 1 :] == list(word[:-1])
+    ]
+    if last:
+        row[torch.tensor(last, device=row.device)] = -math.inf
 
 
 def _apply_masks(logits: Tensor, masks: dict[int, bytes]) -> None:

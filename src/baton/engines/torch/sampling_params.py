@@ -32,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float
     seed: int
     logit_bias: tuple[tuple[int, float], ...]
+    bad_words: tuple[tuple[int, ...], ...]
     logprobs: int | None
     prompt_logprobs: int | None
     min_tokens: int
@@ -57,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def edits_logits(self) -> bool:
         """Whether the request changes logits in every step."""
-        return bool(self.logit_bias) or self.has_penalties
+        return bool(self.logit_bias) or bool(self.bad_words) or self.has_penalties
 
     @property
     def argmax_only(self) -> bool:
@@ -104,6 +105,7 @@ def make_sampling_params(work: Work, defaults: SamplingDefaults, vocab: int) -> 
         repetition_penalty=_repetition(_first(sampling.repetition_penalty, defaults.repetition_penalty, 1.0)),
         seed=_seed(sampling.seed),
         logit_bias=_bias(sampling, vocab),
+        bad_words=tuple(word for word in work.bad_words if max(word) < vocab),
         logprobs=_at_most(work.output.logprobs, vocab),
         prompt_logprobs=_at_most(work.output.prompt_logprobs, vocab),
         min_tokens=stop.min_tokens or 0,

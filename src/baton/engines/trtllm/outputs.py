@@ -33,6 +33,7 @@ class ResultReader:
         self._handles = handles_of(work)
         self._pushed: dict[int, int] = {}
         self._ended: set[int] = set()
+        self._scored = work.output.prompt_logprobs is None
         # The engine computes greedy choices once, because they are equal.
         self._copies = range(work.sampling.n or 1)
 
@@ -53,12 +54,13 @@ class ResultReader:
         cached = min(len(self._work.token_ids), max(0, result.cached_tokens))
         if not self._pushed:
             self._stream.cached(cached)
+        if index == 0 and not self._scored and (output.prompt_logprobs or ends):
+            self._score(output)
         self._push_new(output, index, ends)
         if ends:
             self._ended.add(index)
             reason, stop_reason = self._finish_reason(output)
-            prompt_logprobs = self._prompt_logprobs(output) if index == 0 else None
-            self._stream.finish(reason, index, stop_reason, cached, prompt_logprobs)
+            self._stream.finish(reason, index, stop_reason, cached)
 
     def _push_new(self, output: CompletionOutput, index: int, ends: bool) -> None:
         tokens, start = output.token_ids or [], self._pushed.get(index, 0)
@@ -106,14 +108,13 @@ class ResultReader:
             return FinishReason.LENGTH, None
         raise EngineFailed("the engine ended the request without a reason")
 
-    def _prompt_logprobs(self, output: CompletionOutput) -> Logprobs | None:
+    def _score(self, output: CompletionOutput) -> None:
         """The engine's entry i is of the token after prompt token i; its last entry is of the first new token."""
-        requested, following = self._work.output.prompt_logprobs, self._work.token_ids[1:]
-        if requested is None:
-            return None
+        requested, following = self._work.output.prompt_logprobs or 0, self._work.token_ids[1:]
         if following and not output.prompt_logprobs:
             raise EngineFailed("prompt_logprobs: the engine has returned none")
-        return _logprobs(following, (output.prompt_logprobs or ())[: len(following)], requested)
+        self._scored = True
+        self._stream.scored(_logprobs(following, (output.prompt_logprobs or ())[: len(following)], requested))
 
 
 def _logprobs(tokens: Sequence[int], given: Sequence[TokenLogprob], requested: int) -> Logprobs:

@@ -74,11 +74,14 @@ def test_prompt_log_probabilities_begin_with_the_second_token() -> None:
         "input_token_logprobs": [(None, 1, None), (-0.25, 2, None), (-0.5, 3, None)],
         "input_top_logprobs": [None, [(-0.1, 7, None)], [(-0.2, 8, None)]],
     }
-    choice = Choice(make_work(output=OutputOptions(prompt_logprobs=1)), 0, True)
-    end = choice.read(chunk([9], {"type": "length", "length": 1}, **meta)).end
-    assert isinstance(end, Finished)
+    asked = make_work(token_ids=(1, 2, 3), output=OutputOptions(prompt_logprobs=1))
+    choice = Choice(asked, 0, True)
     top = ((TopLogprob(1, 7, -0.1),), (TopLogprob(1, 8, -0.2),))
-    assert end.prompt_logprobs == Logprobs((-0.25, -0.5), top)
+    assert choice.read(chunk([9], None, **meta)).prompt_logprobs == Logprobs((-0.25, -0.5), top)
+    assert choice.read(chunk([9], None, **meta)).prompt_logprobs is None, "once, with the first tokens"
+    assert Choice(asked, 1, True).read(chunk([9], None, **meta)).prompt_logprobs is None, "of the first choice"
+    with pytest.raises(EngineFailed, match="0 log-probabilities for 2"):
+        Choice(asked, 0, True).read(chunk([9], None))
 
 
 def test_d03_a_chunk_without_tokens_or_counts_is_a_sign_of_life() -> None:

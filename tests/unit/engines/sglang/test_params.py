@@ -31,6 +31,12 @@ def test_d03_the_number_of_tokens_is_always_said() -> None:
     assert params() == {"max_new_tokens": 5, "n": 1}
 
 
+def test_regular_expressions_that_end_the_output_are_a_list() -> None:
+    assert params(stop=StopConditions(stop_regex="a+"))["stop_regex"] == ["a+"]
+    assert params(stop=StopConditions(stop_regex=("a+", "b")))["stop_regex"] == ["a+", "b"]
+    assert "stop_regex" not in params(stop=StopConditions(stop_regex=()))
+
+
 def test_zero_is_a_value() -> None:
     zeros = Sampling(temperature=0.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0)
     said = params(sampling=zeros)

@@ -22,7 +22,7 @@ from baton.ports.engine import HandoffStyle, Work
 from baton.protocol.commands import ListLoras, LoadLora, Pause, UnloadLora
 from baton.protocol.events import KvStored, LoadSnapshot
 from baton.protocol.ids import new_request_id
-from baton.protocol.outputs import Finished, FinishReason, TokenDelta
+from baton.protocol.outputs import Finished, FinishReason, PromptScored, TokenDelta
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 from baton.testing import eventually, run_bounded, running
 from baton.testing.engine_session import Session, read_to_the_end
@@ -336,9 +336,9 @@ def test_log_probabilities_of_prompt_and_output_are_the_engines(version: str) ->
             end = outputs[-1]
             assert isinstance(end, Finished)
             assert end.reason is FinishReason.LENGTH
-            assert end.prompt_logprobs is not None
-            assert len(end.prompt_logprobs.chosen) == 2
-            assert end.prompt_logprobs.top == ()
+            (scored,) = [output for output in outputs if isinstance(output, PromptScored)]
+            assert len(scored.logprobs.chosen) == 2
+            assert scored.logprobs.top == ()
             deltas = [output for output in outputs if isinstance(output, TokenDelta)]
             best = [[entry.rank for entry in position] for delta in deltas for position in delta.logprobs.top]
             assert best == [[1, 2], [1, 2]]

@@ -259,8 +259,9 @@ def test_prompt_log_probabilities_start_at_the_second_token() -> None:
     async def body() -> None:
         case = Case(output=OutputOptions(prompt_logprobs=1))
         case.output.prompt_logprobs = [{2: score(-1.0, 1)}, {3: score(-2.0, 1)}, {5: score(-3.0, 1)}]
-        *_, end = await case.push("length", token_ids=[5])
-        assert end.prompt_logprobs.chosen == (-1.0, -2.0)
+        scored, _ = await case.push(token_ids=[5])
+        assert scored.logprobs.chosen == (-1.0, -2.0)
+        assert [type(output) for output in await case.push("length", token_ids=[5, 6])] == [TokenDelta, Finished]
 
     check(body)
 
