@@ -26,7 +26,6 @@ SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 120}},
     "required": ["name", "age"],
-    "additionalProperties": False,
 }
 
 
@@ -190,7 +189,6 @@ def test_a_forced_tool_call_follows_the_schema_of_the_tool(serve: Serve, choice:
         "type": "object",
         "properties": {"city": {"type": "string", "enum": ["Tokyo", "Paris"]}},
         "required": ["city"],
-        "additionalProperties": False,
     }
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
     answer = chat(serve, JAPAN, tools=tools, tool_choice=choice, max_tokens=200, stream=stream)
@@ -198,5 +196,5 @@ def test_a_forced_tool_call_follows_the_schema_of_the_tool(serve: Serve, choice:
     calls = [call for each in choices for call in (each.delta if stream else each.message).tool_calls or []]
     assert {call.function.name for call in calls if call.function.name} == {"get_weather"}
     arguments = "".join(call.function.arguments for call in calls if not stream or call.index == 0)
-    assert json.loads(arguments if stream else calls[0].function.arguments)["city"] in ("Tokyo", "Paris")
+    assert json.loads(arguments if stream else calls[0].function.arguments) in ({"city": "Tokyo"}, {"city": "Paris"})
     assert choices[-1].finish_reason == "tool_calls"
