@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,7 +36,7 @@ def serve(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
         prepare_demo(DEMOS["smollm2"], cache_directory(Settings()) / "models")
     except ConfigError as error:
         pytest.skip(error.message)
-    serve = start_shared(Serve, "--tool-call-parser", "hermes", engine="torch")
+    serve = start_shared(Serve, engine="torch")
     yield serve
     serve.stop()
 
@@ -122,8 +123,11 @@ def test_penalties_and_stop_strings(serve: Serve) -> None:
         chat(serve, JAPAN, stop=["Tokyo"]).choices[0].message.content
         == plain.choices[0].message.content.split("Tokyo")[0]
     )
-    repeated = chat(serve, STORY, max_tokens=96).choices[0].message.content
-    varied = chat(serve, STORY, max_tokens=96, frequency_penalty=1.5, presence_penalty=1.0).choices[0].message.content
+    plain_story, varied_story = (
+        chat(serve, STORY, max_tokens=96, extra_body={"repetition_penalty": 1.0}, **penalties)
+        for penalties in ({}, {"frequency_penalty": 1.5, "presence_penalty": 1.0})
+    )
+    repeated, varied = plain_story.choices[0].message.content, varied_story.choices[0].message.content
     assert len(set(varied.split())) / len(varied.split()) > len(set(repeated.split())) / len(repeated.split())
 
 
@@ -180,6 +184,36 @@ def test_the_worker_answers_its_probes_while_it_computes(serve: Serve) -> None:
             time.sleep(0.05)
         assert all(one.result().usage.completion_tokens > 0 for one in asked)
     assert probes > 1
+
+
+def test_the_demo_model_answers_well_without_options(serve: Serve) -> None:
+    countries = {"Japan": "Tokyo", "Germany": "Berlin", "France": "Paris", "Egypt": "Cairo"}
+    for country, capital in countries.items():
+        messages = [{"role": "user", "content": f"What is the capital of {country}?"}]
+        answers = chat(serve, messages, temperature=None, n=4, seed=1, max_tokens=32).choices
+        assert all(capital in answer.message.content for answer in answers), country
+    words = chat(serve, STORY, temperature=None, seed=1, max_tokens=160).choices[0].message.content.split()
+    phrases = Counter(zip(*(words[start:] for start in range(6)), strict=False))
+    assert max(phrases.values()) < 4, "the story is a loop"
+
+
+def test_a_greedy_request_has_equal_choices(serve: Serve) -> None:
+    choices = chat(serve, STORY, n=3, temperature=None, max_tokens=12, extra_body={"top_k": 1}).choices
+    assert {choice.message.content for choice in choices} == {
+        chat(serve, STORY, max_tokens=12).choices[0].message.content
+    }
+
+
+def test_a_tool_loop_of_two_turns_ends_in_an_answer(serve: Serve) -> None:
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Tokyo"]}}, "required": ["city"]}
+    tools: list[Any] = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Tokyo?"}]
+    one: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    called = chat(serve, messages, tools=tools, max_tokens=100, **one).choices[0].message
+    assert called.content is None
+    messages += [called, {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "It is 21 degrees."}]
+    answer = chat(serve, messages, tools=tools)
+    assert "21" in answer.choices[0].message.content
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
