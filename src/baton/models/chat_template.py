@@ -39,21 +39,6 @@ class ChatTemplate:
                 raise
         return self._render([{**message, "content": message["content"] or ""} for message in complete], variables)
 
-    def refusal_of(self, body: Mapping[str, object]) -> str | None:
-        """Return why the template refuses the messages of a chat request in OpenAI's format; None if it takes them.
-
-        For requests that a frontend has refused without a reason. The template gets what the runtime's frontend passes:
-        no content where it is null, one text for several parts, and the arguments of tool calls as objects.
-        """
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            return None
-        try:
-            self._render([_as_the_frontend_passes(message) for message in messages], _variables_of(body))
-        except InvalidRequest as error:
-            return error.message
-        return None
-
     def _render(self, messages: Sequence[Message], variables: Mapping[str, object] | None) -> str:
         defaults = {**self._special_tokens, "add_generation_prompt": True}
         try:
@@ -74,43 +59,6 @@ def load_chat_template(directory: Path, template_file: str = "") -> ChatTemplate
     tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return ChatTemplate(source, Path(template_file) if template_file else directory, texts)
-
-
-def _variables_of(body: Mapping[str, object]) -> dict[str, object]:
-    """Return the variables of a chat request for its template."""
-    own = [
-        value for name in ("chat_template_args", "chat_template_kwargs") if isinstance(value := body.get(name), dict)
-    ]
-    tools = None if body.get("tool_choice") == "none" else body.get("tools")
-    return {"tools": tools, **{name: value for variables in own for name, value in variables.items()}}
-
-
-def _as_the_frontend_passes(message: Message) -> Message:
-    passed = {name: value for name, value in message.items() if value is not None}
-    if isinstance(content := message.get("content"), list):
-        passed["content"] = _joined(content)
-    if isinstance(calls := message.get("tool_calls"), list):
-        passed["tool_calls"] = [_with_decoded_arguments(call) for call in calls]
-    return passed
-
-
-def _joined(parts: list[object]) -> object:
-    """Return the parts of a content as one text, unless some are not text."""
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    known = [text for text in texts if isinstance(text, str)]
-    return "\n".join(known) if len(known) == len(parts) else parts
-
-
-def _with_decoded_arguments(call: object) -> object:
-    """Return a tool call with its arguments as an object; in a request they are JSON text."""
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, str):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": json.loads(arguments)}}
-    except (ValueError, RecursionError):
-        return call
 
 
 def read_chat_template(directory: Path) -> str | None:

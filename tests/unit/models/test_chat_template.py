@@ -1,4 +1,4 @@
-"""Chat templates take messages as OpenAI's clients write them, and say why they refuse some."""
+"""Chat templates take messages as clients of OpenAI write them, and say why they refuse some."""
 
 import json
 from pathlib import Path
@@ -95,54 +95,3 @@ def test_the_demo_model_takes_arguments_as_text_and_as_an_object() -> None:
     messages = [LOOP[0], {"role": "assistant", "tool_calls": [CALL, parsed]}]
     first, second = smollm2().render(messages).split("<tool_call>\n")[1:]
     assert first.splitlines()[0] == second.splitlines()[0] == '{"name": "get_weather", "arguments": {"city": "Paris"}}'
-
-
-REFUSING = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}{{ m['content'] + '/' }}{% endfor %}"
-    "{% for call in messages[-1].tool_calls or [] %}{{ call.function.arguments.city + '' }}{% endfor %}"
-    "{{ tools[0].function.name + '' if tools }}{{ 1 // (depth or 1) }}"
-)
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ({"messages": [{"role": "system", "content": "x"}]}, "System role not supported"),
-        ({"messages": LOOP}, "content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "list"),
-        ({"messages": LOOP[:1], "tools": [{"type": "function"}]}, "function"),
-        ({"messages": LOOP[:1], "chat_template_kwargs": {"depth": "x"}}, "unsupported operand"),
-    ],
-    ids=str,
-)
-def test_a_refusal_that_the_frontend_does_not_explain_has_a_reason(body: dict[str, object], reason: str) -> None:
-    refusal = template(REFUSING).refusal_of(body)
-    assert refusal is not None
-    assert refusal.startswith("messages: ")
-    assert reason in refusal
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"messages": LOOP[:1], "tools": TOOLS},
-        {"messages": LOOP[:1], "tools": [{"type": "function"}], "tool_choice": "none"},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}]},
-        {"messages": "none"},
-        {"messages": [1]},
-        {},
-    ],
-    ids=str,
-)
-def test_messages_that_the_template_takes_have_no_refusal(body: dict[str, object]) -> None:
-    assert template(REFUSING).refusal_of(body) is None
-
-
-@pytest.mark.parametrize("calls", [1, [1], [{}], [{"function": {"arguments": "{"}}], [{"function": 1}]], ids=str)
-def test_tool_calls_of_any_shape_are_passed_on(calls: object) -> None:
-    source = "{{ messages[0].tool_calls | tojson }}{{ raise_exception('seen') }}"
-    refusal = template(source).refusal_of({"messages": [{"role": "assistant", "tool_calls": calls}]})
-    assert refusal is not None
-    assert "seen" in refusal
