@@ -22,6 +22,13 @@ def test_a_stop_string_ends_the_request_at_the_engine(serve: Serve) -> None:
     serve.assert_quiet(3)
 
 
+def test_a_message_with_null_content_is_rendered(serve: Serve) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, *HELLO]
+    status, text = serve.post(CHAT, {"model": "echo", "messages": messages, "max_tokens": 28})
+    assert (status, json.loads(text)["choices"][0]["message"]["content"]) == (200, "Hello, world.\n\nHello, world.")
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_leaving_frees_every_block(serve: Serve, stream: bool) -> None:
     before = serve.ended("cancelled")

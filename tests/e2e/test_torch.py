@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 from baton.config.directories import cache_directory
 from baton.config.settings import Settings
+from baton.edge.forced_calls import as_stream, joined_answer, needs_joining
 from baton.errors import ConfigError
 from baton.models.demo import DEMOS, prepare_demo
 from tests.e2e.harness import Serve
@@ -214,6 +215,23 @@ def test_a_tool_loop_of_two_turns_ends_in_an_answer(serve: Serve) -> None:
     messages += [called, {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "It is 21 degrees."}]
     answer = chat(serve, messages, tools=tools)
     assert "21" in answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "note"}}], ids=str)
+def test_a_forced_tool_call_that_is_cut_by_length_is_returned_as_far_as_it_goes(serve: Serve, choice: Any) -> None:
+    parameters = {"type": "object", "properties": {"text": {"type": "string", "minLength": 200}}, "required": ["text"]}
+    tools = [{"type": "function", "function": {"name": "note", "parameters": parameters}}]
+    body = {"model": "smollm2", "messages": STORY, "tools": tools, "tool_choice": choice, "max_tokens": 32}
+    assert needs_joining(body)
+    status, events = serve.post("/v1/chat/completions", as_stream(body))
+    assert status == 200
+    answer = openai.types.chat.ChatCompletion.model_validate(joined_answer(events.encode()), strict=True)
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, answer.choices[0].finish_reason) == ("note", "length")
+    assert re.match(r'\{\s*"text"\s*:\s*"\w', call.function.arguments)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 32
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
