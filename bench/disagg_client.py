@@ -43,6 +43,7 @@ def request_bytes(model: str, prompt: Sequence[int], tokens: int, trace_id: str 
             "prompt": list(prompt),
             "max_tokens": tokens,
             "temperature": 0.0,
+            "repetition_penalty": 1.0,
             "stream": True,
             "ignore_eos": True,
         }

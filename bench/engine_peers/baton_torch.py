@@ -51,7 +51,7 @@ class EngineDriver:
             token_ids=tuple(prompt),
             max_tokens=new_tokens,
             stop=StopConditions(max_tokens=new_tokens, ignore_eos=True),
-            sampling=Sampling(temperature=0.0),
+            sampling=Sampling(temperature=0.0, repetition_penalty=1.0),  # not the default of the demo model
         )
 
 

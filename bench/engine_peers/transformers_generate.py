@@ -43,6 +43,7 @@ class Generate:
             temperature=None,
             top_p=None,
             top_k=None,
+            repetition_penalty=None,
             eos_token_id=None,
             pad_token_id=PAD,
             stopping_criteria=[clock],

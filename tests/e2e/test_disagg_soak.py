@@ -138,8 +138,9 @@ def ask(chance: random.Random, severalfold: bool) -> Ask:
         body |= {"n": 2, "temperature": 1}
     bad = chance.random() < 0.02
     if bad:
-        wrong = ({"max_tokens": -1}, {"max_tokens": 100_000}, {"n": 2, "temperature": 0})
-        body |= chance.choice(wrong if severalfold else (*wrong, {"n": 2, "temperature": 1}))
+        wrong = ({"max_tokens": -1}, {"max_tokens": 100_000})
+        several = ({"n": 2, "temperature": 0}, {"n": 2, "temperature": 1})
+        body |= chance.choice(wrong if severalfold else (*wrong, *several))
     with_logprobs = chance.random() < 0.3
     if chance.random() < 0.5:
         body |= {"messages": [{"role": "user", "content": prompt}]}

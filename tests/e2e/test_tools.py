@@ -30,6 +30,7 @@ def call(city: str) -> str:
 
 
 SCRIPT = {
+    "21 degrees": "It is 21 degrees in Paris.",
     "one city": call("Paris"),
     "two cities": call("Paris") + "\n" + call("Rome"),
     "think and call": "<think>It is about Paris.</think>Let me look." + call("Paris"),
@@ -76,6 +77,19 @@ def cities(message: Any) -> list[str]:
 def test_a_call_is_returned_as_a_call(serve: Serve) -> None:
     (choice,) = ask(serve, "one city", tools=[WEATHER], tool_choice="auto").choices
     assert (cities(choice.message), choice.finish_reason, choice.message.content) == (["Paris"], "tool_calls", None)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_tool_loop_of_two_turns_ends_in_an_answer(serve: Serve, stream: bool) -> None:
+    client = serve.client(strict=False)
+    messages: list[Any] = [{"role": "user", "content": "one city"}]
+    first = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER]).choices[0].message
+    assert first.content is None
+    (asked,) = first.tool_calls
+    messages += [first, {"role": "tool", "tool_call_id": asked.id, "content": "21 degrees"}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], stream=stream)
+    said = [chunk.choices[0].delta.content or "" for chunk in answer] if stream else [answer.choices[0].message.content]
+    assert "".join(said) == SCRIPT["21 degrees"]
 
 
 def test_parallel_calls_are_returned_unless_the_client_takes_one(serve: Serve) -> None:

@@ -294,6 +294,36 @@ def test_unknown_formats_are_annotations(compiler: GuideCompiler, tokenizer: Tok
     follow(guide, tokenizer, f'{{{text}"nested":["x",null],"fixed":{{"format":"kept"}}}}')
 
 
+def test_an_object_has_only_declared_properties(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+    guide = guide_of(compiler, GuidedDecoding(json=schema, whitespace_pattern=""))
+    follow(guide, tokenizer, '{"a":{"b":1')
+    assert token_of(tokenizer, ",") not in allowed_by(guide)
+    follow(guide, tokenizer, "}")
+    assert allowed_by(guide) == {token_of(tokenizer, "}")}
+    follow(guide, tokenizer, "}")
+    assert guide.done
+
+
+@pytest.mark.parametrize("others", [True, {"type": "string"}], ids=str)
+def test_an_object_has_other_properties_if_the_schema_says_so(
+    others: object, compiler: GuideCompiler, tokenizer: Tokenizer
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": others}
+    guide = guide_of(compiler, GuidedDecoding(json=schema, whitespace_pattern=""))
+    follow(guide, tokenizer, '{"a":1,"b":"x"}')
+    assert guide.done
+
+
+def test_an_object_has_the_properties_of_all_parts_of_its_schema(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
+    parts = [{"properties": {name: {"type": "integer"}}, "required": [name]} for name in "ab"]
+    schema = {"type": "object", "allOf": [{"$ref": "#/$defs/first"}, parts[1]], "$defs": {"first": parts[0]}}
+    guide = guide_of(compiler, GuidedDecoding(json=schema, whitespace_pattern=""))
+    follow(guide, tokenizer, '{"a":1,"b":2}')
+    assert guide.done
+
+
 def test_a_known_format_is_enforced(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
     guide = guide_of(compiler, GuidedDecoding(json={"type": "string", "format": "date"}))
     follow(guide, tokenizer, '"2026')

@@ -2,15 +2,63 @@
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import jinja2
 from jinja2 import meta
+from jinja2.filters import do_trim
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
 
 log = logging.getLogger(__name__)
+
+Message = Mapping[str, object]
+
+
+class ChatTemplate:
+    """A compiled chat template, with the special tokens of its model. Safe to use from several threads."""
+
+    def __init__(self, source: str, origin: Path, special_tokens: Mapping[str, object]) -> None:
+        """Compile `source`. Raises ConfigError with its `origin` for a syntax error."""
+        self._template = compile_template(source, origin)
+        self._special_tokens = special_tokens
+
+    def render(self, messages: Sequence[Message], variables: Mapping[str, object] | None = None) -> str:
+        """Return the prompt; `variables` are the client's own. Raises InvalidRequest with the template's reason.
+
+        Content that is absent is null, as OpenAI has it next to tool calls. Templates that cannot take null get "".
+        """
+        complete = [message if "content" in message else {**message, "content": None} for message in messages]
+        try:
+            return self._render(complete, variables)
+        except InvalidRequest:
+            if all(message["content"] is not None for message in complete):
+                raise
+        return self._render([{**message, "content": message["content"] or ""} for message in complete], variables)
+
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, object] | None) -> str:
+        defaults = {**self._special_tokens, "add_generation_prompt": True}
+        try:
+            return self._template.render({**defaults, **(variables or {}), "messages": messages})
+        except Exception as error:  # a template may raise anything for messages that it does not expect
+            raise InvalidRequest(f"messages: the chat template of this model refuses them: {error}") from error
+
+
+def load_chat_template(directory: Path, template_file: str = "") -> ChatTemplate | None:
+    """Return the chat template in `template_file`, or of the model in `directory`. Raises ConfigError.
+
+    Returns None if the model has none.
+    """
+    source = read_template_file(Path(template_file)) if template_file else read_chat_template(directory)
+    if source is None:
+        return None
+    settings = _read_settings(directory)
+    tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return ChatTemplate(source, Path(template_file) if template_file else directory, texts)
 
 
 def read_chat_template(directory: Path) -> str | None:
@@ -31,12 +79,21 @@ def read_all_templates(directory: Path) -> str:
 
 
 def _read_source(directory: Path) -> object:
-    settings, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    template = directory / "chat_template.jinja"
+    configured = _read_settings(directory).get("chat_template")
     try:
-        configured = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
         return configured or (template.read_text() if template.is_file() else None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the chat template in {directory}: {error}") from error
+
+
+def _read_settings(directory: Path) -> dict[str, object]:
+    file = directory / "tokenizer_config.json"
+    try:
+        settings = json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the chat template in {directory}: {error}") from error
+    return settings if isinstance(settings, dict) else {}
 
 
 def read_template_file(path: Path) -> str:
@@ -61,11 +118,38 @@ def compile_template(source: str, origin: Path) -> jinja2.Template:
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], finalize=_printed
     )
     environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _format_now
+    environment.filters["tojson"] = _to_json
+    environment.filters["trim"] = _trim
     return environment
 
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _format_now(format_: str) -> str:
+    return datetime.now().strftime(format_)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON for a prompt, with the options of transformers. Jinja's own filter escapes characters of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _printed(value: object) -> object:
+    """Return what is printed for a value: nothing for null, where Jinja prints "None"."""
+    return "" if value is None else value
+
+
+def _trim(value: object, characters: str | None = None) -> str:
+    return do_trim(str(_printed(value)), characters)

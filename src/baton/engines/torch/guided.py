@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from baton.engines.torch.json_schema import explained, without_unknown_formats
+from baton.engines.torch.json_schema import explained, with_closed_objects, without_unknown_formats
 from baton.engines.torch.sampling_params import Guide
 from baton.errors import BatonError, EngineDead, InvalidRequest, Unsupported
 from baton.protocol.requests import GuidedDecoding
@@ -57,7 +57,8 @@ class _Vocabulary(NamedTuple):
 class GuideCompiler:
     """Compiles the grammars of requests. `compile` and `close` are called from any thread and do not block.
 
-    - `json`: a JSON schema, as an object or as JSON text; `true` or `{}` is any JSON object.
+    - `json`: a JSON schema, as an object or as JSON text; `true` or `{}` is any JSON object. An object has only the
+      properties that the schema declares, unless it has `additionalProperties`.
     - `regex`: a whole-match pattern in the syntax of Rust's regex crate: no look-around, no back-references.
     - `choice`: one of several texts.
     - `grammar`: GBNF as in llama.cpp (`root ::= ...`), or Lark as llguidance extends it (`start: ...`).
@@ -254,9 +255,10 @@ def _schema_text(schema: object) -> str:
         schema = {"type": "object"}
     if not isinstance(schema, dict):
         raise InvalidRequest("guided_decoding.json: a schema is an object, or true for any JSON object")
-    text = _bounded("json", msgspec.json.encode(without_unknown_formats(schema)).decode(), MAX_SCHEMA_BYTES)
+    known = without_unknown_formats(schema)
+    text = _bounded("json", msgspec.json.encode(known).decode(), MAX_SCHEMA_BYTES)
     _limit("json", "references", text.count('"$ref"'), MAX_REFERENCES)
-    return text
+    return msgspec.json.encode(with_closed_objects(known)).decode()
 
 
 def _lark(grammar: str) -> str:
