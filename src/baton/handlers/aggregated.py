@@ -26,7 +26,7 @@ class AggregatedHandler:
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
-        with self._tracker.track(context, len(request.token_ids)) as tracked:
+        with self._tracker.track(context, len(request.token_ids), request.model) as tracked:
             if request.stop.max_tokens == 0:
                 # The frontend sends this when it migrates a request whose last token was generated elsewhere.
                 yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(tracked.prompt_tokens, 0))

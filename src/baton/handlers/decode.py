@@ -44,7 +44,7 @@ class DecodeHandler:
         claim: Claim | None = None
         handoff: KvHandoff | None = None
         try:
-            with self._tracker.track(context, len(request.token_ids)) as tracked:
+            with self._tracker.track(context, len(request.token_ids), request.model) as tracked:
                 if request.stop.max_tokens == 0:
                     # The frontend sends this when it migrates a request whose last token was generated elsewhere.
                     yield Chunk([], finish_reason=FinishReason.LENGTH, usage=Usage(tracked.prompt_tokens, 0))
