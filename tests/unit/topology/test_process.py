@@ -11,14 +11,18 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.testing import eventually, run_bounded
-from baton.topology.log_file import LogFile
+from baton.topology.log_file import LogFile, ProcessOutput
 from baton.topology.process import Process
+
+
+def output_in(directory: Path) -> ProcessOutput:
+    return ProcessOutput("one", LogFile(directory / "one.log", 1 << 20))
 
 
 @pytest.mark.process
 def test_cancelled_start_keeps_track_of_the_process(tmp_path: Path) -> None:
     async def body() -> None:
-        process = Process("one", "--version", {}, tmp_path / "one.sock", LogFile(tmp_path / "one.log", 1 << 20))
+        process = Process("one", "--version", {}, tmp_path / "one.sock", output_in(tmp_path))
         try:
             for turns in range(6):
                 starting = asyncio.create_task(process.start(10))
@@ -54,7 +58,7 @@ def process_with_a_child(tmp_path: Path, command: str) -> Iterator[Process]:
         command,
         {"PYTHONPATH": str(package.parent)},
         tmp_path / "one.sock",
-        LogFile(tmp_path / "one.log", 1 << 20),
+        output_in(tmp_path),
     )
     try:
         yield process
@@ -100,6 +104,6 @@ def test_a_path_that_is_too_long_for_a_socket_is_a_config_error(tmp_path: Path) 
 
     async def body() -> None:
         with pytest.raises(ConfigError, match="TMPDIR"):
-            Process("one", "--version", {}, directory / "one.sock", None)
+            Process("one", "--version", {}, directory / "one.sock", output_in(tmp_path))
 
     run_bounded(body())
