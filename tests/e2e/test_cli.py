@@ -258,6 +258,16 @@ def test_a_full_disk_is_named_where_logs_are_written(tmp_path: Path, full_disk: 
     assert_refused(done, "No space left on device", "--log-dir")
 
 
+@pytest.mark.parametrize("instances", [0, 1, 3])
+def test_a_lack_of_inotify_instances_is_named_with_the_command_that_mends_it(tmp_path: Path, instances: int) -> None:
+    script = f'echo {instances} > /proc/sys/user/max_inotify_instances && exec "$@"'
+    limited = ("unshare", "--user", "--map-root-user", "sh", "-c", script, "sh")
+    if subprocess.run([*limited, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets no user set the limit")
+    done = baton("serve", *place("serve", tmp_path), prefix=limited)
+    assert_refused(done, "sudo sysctl fs.inotify.max_user_instances=1024")
+
+
 @pytest.mark.parametrize("command", ["serve", "worker"])
 def test_a_model_of_a_hub_that_must_not_be_asked_is_refused(tmp_path: Path, command: str) -> None:
     pytest.importorskip("huggingface_hub")

@@ -118,6 +118,9 @@ def test_serve_told_to_stop_finishes_its_streams_and_leaves_nothing(start: Calla
     readers = begin(serve, 4, 200)
     serve.stop()
     assert moves(readers, 200) == [0] * 4
+    output = serve.process.output.read_text()
+    assert "Stopping 3 processes. Press Ctrl-C again to end at once." in output
+    assert "Waiting up to 30 s for 4 running requests (worker-0: 2, worker-1: 2)." in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -128,7 +131,7 @@ def test_a_second_signal_ends_serve_at_once_and_its_processes_soon(
     begin(serve, 1, 20_000)
     children = serve.children()
     serve.process.signal(number)
-    eventually(lambda: "draining 1 requests" in serve.log_of("worker-0"), what="it drains")
+    eventually(lambda: "1 running request (worker-0: 1)" in serve.process.output.read_text(), what="it drains")
     serve.process.signal(number)
     assert serve.process.wait(5) == 128 + number
     eventually(lambda: not any(is_alive(child) for child in children), 20, "nothing is left")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from baton.config.settings import Settings
 from baton.engines.registry import embeds
-from baton.errors import EngineDead
+from baton.errors import ConfigError, EngineDead
+from baton.runtimes.dynamo.inotify import REMEDY, out_of_instances
 from baton.status.progress_line import rewrite_line
 from baton.topology.own_endpoint import Answer, OwnEndpoint
 from baton.topology.process import Process
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 REDRAW_INTERVAL_S = 0.2
 POLL_INTERVAL_S = 0.05
 POLL_TIMEOUT_S = 2.0
+DISCOVERY_S = 5.0
 RETRY_S = 30.0
 REFUSALS = (400, 401, 403, 405, 413, 422)
 """Statuses that the same request gets again."""
@@ -38,9 +40,16 @@ async def show_progress(processes: Sequence[Process]) -> None:
 
 
 async def wait_for_models(endpoint: OwnEndpoint, names: Sequence[str]) -> None:
-    """Wait until `/v1/models` lists all `names`. The caller sets the timeout."""
+    """Wait until `/v1/models` lists all `names`. The caller sets the timeout.
+
+    A frontend that has no inotify instance does not find any model, and does not say so. Raises ConfigError then.
+    """
     logged = ""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + DISCOVERY_S
     while True:
+        if clock() > deadline and out_of_instances():
+            raise ConfigError(f"the frontend does not find the model: {REMEDY}")
         try:
             async with asyncio.timeout(POLL_TIMEOUT_S):
                 missing = set(names) - set(await _list_models(endpoint))

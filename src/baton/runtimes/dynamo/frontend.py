@@ -7,6 +7,7 @@ from dynamo import _core
 
 from baton.config.runtime import RuntimeOptions
 from baton.errors import ConfigError, EngineDead
+from baton.runtimes.dynamo.inotify import explain
 from baton.runtimes.dynamo.listener import refuse_unusable_address, set_nodelay
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 
@@ -63,10 +64,14 @@ class DynamoFrontend:
                 self._served = asyncio.ensure_future(_core.run_input(self._runtime.raw, "http", engine))
                 while not set_nodelay(self._port):
                     if self._served.done():
-                        raise ConfigError(f"the frontend cannot listen on {self._host}:{self._port}")
+                        raise ConfigError(self._problem(self._served.exception()))
                     await asyncio.sleep(0.01)
         except TimeoutError:
             raise EngineDead(f"the frontend did not listen within {timeout_s:g} s") from None
+
+    def _problem(self, error: BaseException | None) -> str:
+        reason = f" ({explain(error)})" if error is not None else ""
+        return f"the frontend cannot listen on {self._host}:{self._port}{reason}"
 
     async def wait(self) -> None:
         """Wait until the frontend ends by itself, which is a failure."""

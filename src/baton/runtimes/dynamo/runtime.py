@@ -27,6 +27,7 @@ from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.environment import environment
 from baton.runtimes.dynamo.errors import to_runtime
 from baton.runtimes.dynamo.event_sockets import event_sockets
+from baton.runtimes.dynamo.inotify import explain
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.publishers import KvEventPublisher, LoadPublisher
 from baton.runtimes.dynamo.response_writer import ResponseWriter, Sender
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INOTIFY_REMEDY = (
-    "this user is out of inotify instances, of which discovery by files needs one for each endpoint; raise the limit"
-    " with `sudo sysctl fs.inotify.max_user_instances=1024`, or use --runtime-discovery etcd"
-)
 SHUTDOWN_TIMEOUT_S = 5.0
 SERVE_TIMEOUT_S = 30.0
 METRICS_TIMEOUT_S = 2.0
@@ -371,7 +368,7 @@ class DynamoRuntime:
         except TimeoutError:
             raise ConfigError(f"this process was not registered in discovery within {SERVE_TIMEOUT_S:g} s") from None
         except Exception as error:
-            raise ConfigError(f"cannot serve: {_explain(error)}") from error
+            raise ConfigError(f"cannot serve: {explain(error)}") from error
         return endpoint
 
     async def client(self, path: str, kv_block_size: int | None = None) -> DynamoClient:
@@ -380,7 +377,7 @@ class DynamoRuntime:
         try:
             client = await endpoint.client()
         except Exception as error:
-            raise ConfigError(f"cannot watch {path} in discovery: {_explain(error)}") from error
+            raise ConfigError(f"cannot watch {path} in discovery: {explain(error)}") from error
         self._clients.append(client)
         if kv_block_size is None:
             return DynamoClient(client)
@@ -428,11 +425,6 @@ def _make_directory(directory: Path) -> None:
         raise ConfigError(
             f"cannot create {directory} for discovery ({error.strerror}); choose another with --runtime-directory"
         ) from None
-
-
-def _explain(error: Exception) -> str:
-    """Return the runtime's message, with the remedy where the message does not name it."""
-    return f"{error}: {INOTIFY_REMEDY}" if "Too many open files" in str(error) else str(error)
 
 
 def _model_type(card: ModelCard) -> _core.ModelType:
