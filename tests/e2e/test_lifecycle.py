@@ -266,16 +266,13 @@ def test_a_frontend_that_dies_is_replaced(start: Callable[..., Serve]) -> None:
     serve.stop()
 
 
-def test_a_process_that_cannot_be_started_is_tried_again(start: Callable[..., Serve], tmp_path: Path) -> None:
-    logs, moved = tmp_path / "logs", tmp_path / "moved"
+def test_a_worker_is_replaced_although_its_log_directory_is_gone(start: Callable[..., Serve], tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
     serve = start(Serve, "--log-dir", str(logs))
     victim = serve.worker()
-    logs.rename(moved)
+    logs.rename(tmp_path / "moved")
     logs.write_text("a file where the log directory was")
     victim.kill()
-    eventually(lambda: "cannot start worker-0" in serve.process.output.read_text(), what="a start that fails")
-    logs.unlink()
-    moved.rename(logs)
     assert_replaced(serve, 0, victim.pid)
     serve.stop()
 
@@ -290,7 +287,7 @@ def test_logs_are_private_and_bounded(start: Callable[..., Serve]) -> None:
         return previous.exists()
 
     eventually(is_rotated, 30, "a log that is rotated")
-    assert previous.stat().st_size > 4096
+    assert 0 < previous.stat().st_size <= 4096
     assert {stat.S_IMODE(path.stat().st_mode) for path in (*logs, previous)} == {0o600}
     serve.stop()
 

@@ -13,6 +13,7 @@ from baton.errors import ConfigError
 from baton.testing import eventually, run_bounded
 from baton.topology.log_file import LogFile, ProcessOutput
 from baton.topology.process import Process
+from baton.topology.supervision import keep_running
 
 
 def output_in(directory: Path) -> ProcessOutput:
@@ -32,6 +33,30 @@ def test_cancelled_start_keeps_track_of_the_process(tmp_path: Path) -> None:
                 await asyncio.gather(starting, return_exceptions=True)
                 assert await process.wait() == 0, "the process is tracked and can be awaited"
         finally:
+            process.close()
+
+    run_bounded(body(), 60)
+
+
+@pytest.mark.process
+def test_a_process_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        process = Process("one", "--version", {}, tmp_path / "one.sock", output_in(tmp_path))
+        await process.start(10)
+        # The operating system refuses to start a program with a variable that is longer than 128 KiB.
+        monkeypatch.setenv("MUCH", "x" * 200_000)
+        keeping = asyncio.create_task(keep_running(process, 10, 10))
+        try:
+            await eventually(lambda: "cannot start one: " in caplog.text)
+            monkeypatch.delenv("MUCH")
+            await eventually(lambda: process.pid is not None)
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
             process.close()
 
     run_bounded(body(), 60)
