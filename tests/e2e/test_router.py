@@ -26,7 +26,12 @@ CHAT = "/v1/chat/completions"
 NEAR, FAR = 1, 2  # the workers of the pools, by their system ports
 ECHO: dict[str, Any] = {
     "mode": "aggregated",
-    "settings": {"engine": "echo", "echo": {"pace_ms": 5, "faults": True}, "tool_call_parser": "hermes"},
+    "settings": {
+        "engine": "echo",
+        "name": ["echo", "other"],
+        "echo": {"pace_ms": 5, "faults": True},
+        "tool_call_parser": "hermes",
+    },
     "retry": {"faster": True, "others": True},
     "aggregated": {
         "pools": [{"name": "near", "workers": {"count": 1}}, {"name": "far", "workers": {"count": 1}}],
@@ -112,13 +117,13 @@ def test_no_process_of_any_pool_listens_for_other_hosts(echo: Pooled) -> None:
 
 
 def test_clients_see_the_model_once_and_reach_no_worker_but_through_the_router(echo: Pooled) -> None:
-    assert echo.models() == ["echo"]
+    assert sorted(echo.models()) == ["echo", "other"]
     before, ended = (
         sum(echo.decisions("aggregated").values()),
         echo.ended("completed", NEAR) + echo.ended("completed", FAR),
     )
-    for _ in range(20):
-        assert echo.post(CHAT, chat("hello"))[0] == 200
+    for name in ["echo", "other"] * 10:
+        assert echo.post(CHAT, {**chat("hello"), "model": name})[0] == 200
     assert sum(echo.decisions("aggregated").values()) == before + 20
     assert echo.ended("completed", NEAR) + echo.ended("completed", FAR) == ended + 20
 

@@ -11,11 +11,12 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.doubles.tiny_models import make_tiny_model
-from tests.e2e.harness import LOAD_S, Process, Serve, environment, eventually, free_ports
+from tests.e2e.harness import BATON, LOAD_S, Process, Serve, environment, eventually, free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 PREFILL, DECODE = 0, 1
+NAMES = ("tiny", "other")
 PROMPT = "The quick brown fox jumps over the lazy dog, again and again."
 
 
@@ -26,14 +27,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def serve(start_shared: Callable[..., Serve], model: Path) -> Iterator[Serve]:
-    flags = ("--model", str(model), "--name", "tiny", "--torch-blocks", "128")
+    flags = ("--model", str(model), "--name", ",".join(NAMES), "--torch-blocks", "128")
     serve = start_shared(Serve, *flags, engine="torch", prefill=1, decode=1)
     yield serve
     serve.stop()
 
 
-def ask(serve: Serve, prompt: str = PROMPT) -> str:
-    answer = serve.client().completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0)
+def ask(serve: Serve, prompt: str = PROMPT, name: str = NAMES[0]) -> str:
+    answer = serve.client().completions.create(model=name, prompt=prompt, max_tokens=8, temperature=0)
+    assert answer.model == name
     return answer.choices[0].text
 
 
@@ -57,6 +59,27 @@ def test_a_request_goes_through_both(serve: Serve) -> None:
     assert serve.ended("completed", PREFILL, role="prefill") == serve.ended("completed", DECODE, role="decode")
     assert serve.metric("baton_rooms", PREFILL) == 0
     serve.assert_quiet()
+
+
+def test_workers_of_both_roles_serve_and_pause_under_every_name(serve: Serve) -> None:
+    assert len({ask(serve, name=name) for name in NAMES}) == 1
+
+    def statuses() -> list[int]:
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        return [serve.post("/v1/completions", {"model": name, **body})[0] for name in NAMES]
+
+    control(f"{serve.port}/decode-0", "pause")
+    eventually(lambda: 200 not in statuses(), what="it is paused under every name")
+    control(f"{serve.port}/decode-0", "continue")
+    eventually(lambda: statuses() == [200] * len(NAMES), what="it serves again under every name")
+
+
+def control(worker: str, command: str) -> None:
+    """Send a command to a worker by its name."""
+    done = subprocess.run(
+        [BATON, "ctl", worker, command], capture_output=True, text=True, env=environment(), timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_decode_worker_joins_and_leaves(serve: Serve, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Where a request can be followed: its trace id and its own id, from the client to the worker's log."""
 
 import asyncio
-import json
 import re
 
 import pytest
@@ -12,6 +11,7 @@ pytestmark = pytest.mark.e2e
 
 SERVE = ("--echo-pace-ms", "5")
 CHAT = "/v1/chat/completions"
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) [\w.:]+ \S")
 
 
 def traceparent(trace_id: str, span_id: str = "b7ad6b7169203331") -> str:
@@ -90,8 +90,17 @@ def test_the_request_id_of_the_client_is_kept(serve: Serve) -> None:
         {"x-request-id": "my-own-id-7"},
     )
     eventually(lambda: "my-own-id-7" in serve.log_of("frontend"), what="the id in the frontend's log")
-    entries = [json.loads(line) for line in serve.log_of("frontend").splitlines() if "my-own-id-7" in line]
-    assert {entry["x_request_id"] for entry in entries} == {"my-own-id-7"}
+    lines = [line for line in serve.log_of("frontend").splitlines() if "my-own-id-7" in line]
+    assert all("x_request_id=my-own-id-7" in line for line in lines)
+
+
+def test_every_line_of_every_log_has_the_same_format(serve: Serve) -> None:
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "Hello"}]}
+    for body in ({"max_tokens": 2_000_000}, {"allowed_token_ids": [1]}, {"stream": 1}, {"max_tokens": 2}):
+        serve.post(CHAT, {**chat, **body}, {"x-request-id": "last-of-these"})
+    for name in ("worker-0", "frontend"):
+        log = eventually(lambda n=name: "last-of-these" in (text := serve.log_of(n)) and text, what=f"a line of {name}")
+        assert [line for line in log.splitlines() if not LINE.match(line)] == []
 
 
 def test_the_clients_own_request_id_reaches_the_worker(serve: Serve) -> None:

@@ -10,6 +10,7 @@ from typing import cast
 import click
 import msgspec
 
+from baton.cli.process_names import find_url, list_processes
 from baton.config.directories import control_directory
 from baton.control.http.command_table import COMMAND_PATHS, PREFIX, CommandPath
 from baton.control.http.schemas import ProblemReply
@@ -20,6 +21,7 @@ from baton.protocol.commands import Command
 EXIT_FAILED = 1
 TIMEOUT_S = 3700.0
 """Longer than any command may take."""
+LIST = "list"
 
 Json = dict[str, object]
 
@@ -57,7 +59,7 @@ class _Command(click.Command):
     options_metavar="[OPTIONS]",
 )
 @click.argument("worker")
-@click.argument("command")
+@click.argument("command", required=False, metavar="COMMAND")
 @click.argument("fields", nargs=-1, type=click.UNPROCESSED, metavar="[--FIELD VALUE | JSON]...")
 @click.option(
     "--token",
@@ -66,11 +68,19 @@ class _Command(click.Command):
     " the same user on this machine that was started without a token",
 )
 @click.option("--json", "raw", is_flag=True, help="print the worker's reply as JSON")
-def ctl(worker: str, command: str, fields: tuple[str, ...], token: str | None, raw: bool) -> None:
-    """Send a COMMAND to a WORKER: the port of its system server, host:port or a URL.
+def ctl(worker: str, command: str | None, fields: tuple[str, ...], token: str | None, raw: bool) -> None:
+    """Send a COMMAND to a WORKER: its name, the port of its system server, host:port or a URL.
+
+    `baton ctl list` shows the workers of this user on this machine with their names. A worker of `baton serve` is
+    worker-0 or, if there are several of that name, 8000/worker-0, with the port of the endpoint.
 
     Pass the command's fields as flags (lists separated by commas), or all of them as one JSON object.
     """
+    if command is None:
+        if worker != LIST:
+            raise click.UsageError(f"give a command for {worker}; `baton ctl --help` lists them")
+        click.echo(list_processes())
+        return
     entry = _find(command.strip("/"), bool(fields))
     body = _body(entry, fields)
     try:
@@ -96,9 +106,7 @@ def _address(worker: str) -> str:
     if "://" in worker:
         return worker.rstrip("/")
     host, _, port = worker.rpartition(":")
-    if not port.isdigit():
-        raise click.UsageError(f"{worker!r} is not a worker's address: give its system port, host:port or a URL")
-    return f"http://{host or '127.0.0.1'}:{port}"
+    return f"http://{host or '127.0.0.1'}:{port}" if port.isdigit() else find_url(worker)
 
 
 def _generated_token(address: str) -> str | None:

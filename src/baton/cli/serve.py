@@ -12,13 +12,14 @@ from baton.config.settings import Settings, open_endpoint_warning
 def _serve(settings: Settings) -> int:
     from baton.topology.supervisor import run_supervisor
 
-    return run_supervisor(settings, _print_ready)
+    return run_supervisor(settings, _print_ready, lambda text: click.echo(text, err=True))
 
 
-def _print_ready(model: str, settings: Settings) -> None:
+def _print_ready(settings: Settings) -> None:
     from baton.engines.registry import embeds
     from baton.topology.process_specs import add_worker_command, describe_workers
 
+    model, *others = settings.served_names
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{'https' if settings.tls_certificate else 'http'}://{host}:{settings.port}"
     key = " -H 'Authorization: Bearer KEY'" if settings.api_key or settings.api_key_file else ""
@@ -28,7 +29,8 @@ def _print_ready(model: str, settings: Settings) -> None:
         path = "chat/completions"
         body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'
     logs = log_directory(settings) or "standard error"
-    click.echo(f"Serving {model} on {address} with {describe_workers(settings)}  (logs: {logs})\n\nTry it:\n")
+    names = f"{model} (also as {', '.join(others)})" if others else model
+    click.echo(f"Serving {names} on {address} with {describe_workers(settings)}  (logs: {logs})\n\nTry it:\n")
     click.echo(f"  curl {address}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'\n")
     if (warning := open_endpoint_warning(settings)) is not None:
         click.echo(f"Warning: {warning}\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from baton.config.disk_space import full_disk
 from baton.config.load import ENGINE_ARGS, Option, load, options
 from baton.config.settings import Settings
 from baton.errors import BatonError, ConfigError
@@ -29,27 +30,64 @@ def settings_command(
     With `starts_engines`, the arguments after `--`, which `main` puts into the context, are the engine's.
     """
     table = [option for option in options() if (process or name) in option.commands and option.kind != ENGINE_ARGS]
-    keys = {option.key.replace(".", "_"): option.key for option in table}
+    by_name = {option.key.replace(".", "_"): option for option in table}
 
     @click.pass_obj
     def callback(
-        engine_args: tuple[str, ...], /, config: str | None, help_engine: bool = False, **flags: object
+        engine_args: tuple[str, ...],
+        /,
+        config: str | None,
+        help_engine: bool = False,
+        model_argument: str | None = None,
+        **flags: object,
     ) -> None:
         if engine_args and not starts_engines:
             raise click.UsageError(f"`baton {name}` starts no engine, so it takes no arguments after --")
-        given = {keys[key]: value for key, value in flags.items()}
+        given = {by_name[key].key: _joined(by_name[key], value) for key, value in flags.items()}
+        if model_argument is not None:
+            given["model"] = _one_model(model_argument, given["model"])
         if engine_args:
             given["engine_args"] = engine_args
         sys.exit(_run(_help_engine if help_engine else run, given, Path(config) if config else None))
 
     params: list[click.Parameter] = [
+        *([click.Argument(["model_argument"], required=False, metavar="[MODEL]")] if starts_engines else []),
         click.Option(["--config"], metavar="FILE", help="YAML file with settings", envvar=None),
         *(_click_option(option) for option in table),
     ]
     if starts_engines:
         params.append(click.Option(["--help-engine"], is_flag=True, help="show the engine's own arguments, and exit"))
-    usage = "[OPTIONS] [-- ENGINE ARGS]" if starts_engines else "[OPTIONS]"
-    return click.Command(name, callback=callback, params=params, help=summary, options_metavar=usage)
+    command = _EngineCommand if starts_engines else click.Command
+    return command(name, callback=callback, params=params, help=summary)
+
+
+class _EngineCommand(click.Command):
+    """A command with the engine's arguments at its end, which `main` cuts off."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """See click."""
+        return [*super().collect_usage_pieces(ctx), "[-- ENGINE ARGS]"]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click. An unknown option may be one of the engine's, as --tp is."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            text = error.format_message().rstrip(".")
+            raise click.UsageError(f"{text}; arguments of the engine follow `--`", ctx) from None
+
+
+def _joined(option: Option, value: object) -> object:
+    """Return the value of a flag, None if it is not given; a repeated one is a list."""
+    if not option.repeated:
+        return value
+    return ",".join(value) or None if isinstance(value, tuple) else value
+
+
+def _one_model(argument: str, flag: object) -> str:
+    if flag is not None and flag != argument:
+        raise click.UsageError(f"the model is given twice: {argument} and --model {flag}; drop one of them")
+    return argument
 
 
 def prepare_runtime(settings: Settings) -> Settings:
@@ -77,7 +115,14 @@ def _click_option(option: Option) -> click.Option:
     if option.kind == "bool":
         return click.Option([name, f"{flag}/--no-{flag[2:]}"], default=None, help=text)
     kind = click.Choice(option.choices) if option.choices else None
-    return click.Option([name, flag], default=None, help=text, type=kind, metavar=None if kind else option.kind)
+    return click.Option(
+        [name, flag, *option.aliases],
+        default=None,
+        help=text,
+        type=kind,
+        metavar=None if kind else option.kind,
+        multiple=option.repeated,
+    )
 
 
 def _help_engine(settings: Settings) -> int:
@@ -96,3 +141,8 @@ def _run(run: Run, flags: dict[str, object], file: Path | None) -> int:
         return report_error(error.message, EXIT_CONFIG)
     except BatonError as error:
         return report_error(error.message, EXIT_FAILED)
+    except OSError as error:
+        if (full := full_disk(error)) is None:
+            raise
+        where = f"the disk of {full.filename}" if full.filename else "a disk"
+        return report_error(f"{where} is full: {full.strerror}; free some space", EXIT_FAILED)

@@ -38,6 +38,11 @@ def control_directory() -> Path:
     return user_cache() / "control"
 
 
+def process_directory() -> Path:
+    """Return the directory of the entries of running processes."""
+    return user_cache() / "processes"
+
+
 def profile_directory(settings: Settings) -> Path | None:
     """Return the directory that a profile is written to at exit; None without one."""
     return Path(settings.profile_dir).expanduser() if settings.profile_dir else None

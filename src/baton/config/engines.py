@@ -24,7 +24,8 @@ class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "bfloat16", "float32"], Meta(description="Data type of weights and KV. auto: bfloat16.")
     ] = "auto"
     threads: Annotated[int, Meta(ge=0, description="Number of compute threads. 0: all cores of this process.")] = 0
-    context: Annotated[int, Meta(ge=0, description="Context length in tokens. 0: the model's limit.")] = 0
+    context: Annotated[int, Meta(ge=0, extra={"commands": ()})] = 0
+    """Set from the setting `context_length` of every engine."""
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
     blocks: Annotated[int, Meta(ge=0, description="Number of KV blocks. 0: sized by kv_memory_fraction.")] = 0
     kv_memory_fraction: Annotated[

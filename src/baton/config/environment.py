@@ -6,6 +6,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 
 SUPERVISOR_PID = "SUPERVISOR_PID"
+PROCESS_NAME = "SUPERVISED_PROCESS_NAME"
 
 
 def user_cache() -> Path:
@@ -34,6 +35,11 @@ def supervisor_pid() -> int | None:
     """Return the process id of the `baton serve` that started this process."""
     pid = os.environ.get(SUPERVISOR_PID)
     return int(pid) if pid else None
+
+
+def process_name() -> str | None:
+    """Return the name that the `baton serve` that started this process has given it."""
+    return os.environ.get(PROCESS_NAME) or None
 
 
 def compiler() -> tuple[str, str, str]:

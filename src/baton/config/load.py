@@ -32,6 +32,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     default: object
     description: str
     commands: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+    repeated: bool = False
 
     @property
     def key(self) -> str:
@@ -65,7 +67,7 @@ _SECTION_COMMANDS = {
 
 def options() -> list[Option]:
     """Return every setting, in the order of the structs."""
-    return list(_walk(Settings, (), ("serve", "worker", "frontend", "router")))
+    return [each for each in _walk(Settings, (), ("serve", "worker", "frontend", "router")) if each.commands]
 
 
 def load(flags: Mapping[str, object], variables: Mapping[str, str], file: Path | None) -> Settings:
@@ -176,7 +178,7 @@ def _walk(cls: type, path: tuple[str, ...], commands: tuple[str, ...]) -> Iterat
 
 def _option(path: tuple[str, ...], hint: object, default: object, commands: tuple[str, ...]) -> Option:
     metas = _metas(hint)
-    extras = [meta.extra for meta in metas if meta.extra]
+    extra: Mapping[str, object] = next((meta.extra for meta in reversed(metas) if meta.extra), {})
     descriptions = [meta.description for meta in metas if meta.description]
     bare = _bare(hint)
     choices = tuple(map(str, get_args(bare))) if get_origin(bare) is Literal else ()
@@ -186,7 +188,9 @@ def _option(path: tuple[str, ...], hint: object, default: object, commands: tupl
         choices=choices,
         default=default,
         description=descriptions[-1] if descriptions else "",
-        commands=cast(tuple[str, ...], extras[-1]["commands"]) if extras else commands,
+        commands=cast(tuple[str, ...], extra.get("commands", commands)),
+        aliases=cast(tuple[str, ...], extra.get("aliases", ())),
+        repeated=bool(extra.get("repeated")),
     )
 
 
@@ -230,13 +234,13 @@ def _topology_settings(file: Path) -> Tree:
 
 
 def _merge(tree: Tree, content: Tree, source: str) -> None:
-    known = {option.key for option in options()}
+    known = {option.key: option for option in options()}
     sections = {option.path[0] for option in options() if len(option.path) > 1}
     for key, value in content.items():
         if key in sections:
             _merge_section(tree, key, value, source)
         elif key in known:
-            tree[key] = _engine_args(value) if key == "engine_args" else value
+            tree[key] = _value(known[key], value)
         else:
             raise ConfigError(f"unknown setting {key} in {source}")
 
@@ -256,6 +260,13 @@ def _split(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"bad value for engine_args: {error} in {text!r}") from None
+
+
+def _value(option: Option, value: object) -> object:
+    """Return the value of `option` in a file as the setting has it."""
+    if option.kind == ENGINE_ARGS:
+        return _engine_args(value)
+    return ",".join(map(str, value)) if option.repeated and isinstance(value, list) else value
 
 
 def _engine_args(value: object) -> object:

@@ -30,8 +30,9 @@ _ROUTE = {"commands": ("serve", "router")}
 _WORK_ROUTE = {"commands": ("serve", "worker", "router")}
 
 
-def _about(text: str, extra: Mapping[str, object]) -> Meta:
-    return Meta(description=text, extra=dict(extra))
+def _about(text: str, extra: Mapping[str, object], *aliases: str) -> Meta:
+    """Return what `load.py` reads of a setting; `aliases` are flags that users of vLLM and SGLang type for it."""
+    return Meta(description=text, extra={**extra, "aliases": aliases})
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,11 +51,28 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _about(
             "Model directory, Hugging Face id, or a demo model (smollm2, minilm). Empty: the engine's default model.",
             _WORK_ROUTE,
+            "--model-path",
         ),
     ] = ""
     name: Annotated[
-        str, _about("Model name that clients use in requests. Empty: the name of the model.", _WORK_ROUTE)
+        str,
+        _about(
+            "Model name that clients use in requests; several names are separated by commas, and the flag can be"
+            " repeated. Empty: the name of the model.",
+            {**_WORK_ROUTE, "repeated": True},
+            "--served-name",
+            "--served-model-name",
+        ),
     ] = ""
+    context_length: Annotated[
+        int,
+        Meta(ge=0),
+        _about(
+            "Context length in tokens: the limit of prompt and response together. 0: that of the model.",
+            _WORK,
+            "--max-model-len",
+        ),
+    ] = 0
     role: Annotated[
         Literal["auto", "aggregated", "prefill", "decode", "embed", "encode"],
         _about("Role of the worker. auto: aggregated, or embed for an embedding model.", _WORK),
@@ -368,6 +386,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     experts: ExpertOptions = ExpertOptions()
     trtllm: TrtllmOptions = TrtllmOptions()
     echo: EchoOptions = EchoOptions()
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names that clients use, without repetitions."""
+        return tuple(dict.fromkeys(filter(None, map(str.strip, self.name.split(",")))))
+
+    @property
+    def first_name(self) -> str:
+        """The name that the engine has for its model; "" before the model is prepared."""
+        return next(iter(self.served_names), "")
 
     @property
     def accepts_commands(self) -> bool:

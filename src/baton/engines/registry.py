@@ -21,28 +21,46 @@ from baton.ports.engine import Engine
 
 
 def _echo(settings: Settings) -> Engine:
-    return EchoEngine(settings.echo, Path(settings.model), settings.name)
+    options = settings.echo
+    if settings.context_length:
+        options = msgspec.structs.replace(options, context=settings.context_length)
+    return EchoEngine(options, Path(settings.model), settings.first_name)
 
 
 def _torch(settings: Settings) -> Engine:
+    directory, name = Path(settings.model), settings.first_name
     if embeds(settings):
         from baton.engines.torch.embedder import TorchEmbedder
 
-        return TorchEmbedder(settings.torch, Path(settings.model), settings.name)
+        if settings.context_length:
+            raise ConfigError("the files of an embedding model set its context length: drop --context-length")
+        return TorchEmbedder(settings.torch, directory, name)
     from baton.engines.torch.engine import TorchEngine
 
-    return TorchEngine(settings.torch, Path(settings.model), settings.name, exports_kv=settings.role == "prefill")
+    options = msgspec.structs.replace(settings.torch, context=settings.context_length)
+    return TorchEngine(options, directory, name, exports_kv=settings.role == "prefill")
 
 
 def _sglang(settings: Settings) -> Engine:
     from baton.engines.sglang.adapter import SglangEmbedder, SglangEngine
     from baton.engines.sglang.launch_mode import LaunchMode
 
-    options, args, model = settings.sglang, settings.engine_args, Path(settings.model)
+    options, args = settings.sglang, _with_context_length(settings, "--context-length")
+    model, name = Path(settings.model), settings.first_name
     if embeds(settings):
-        return SglangEmbedder(options, args, model, settings.name)
+        return SglangEmbedder(options, args, model, name)
     mode = LaunchMode(settings.role) if settings.role in ("prefill", "decode") else LaunchMode()
-    return SglangEngine(options, args, model, settings.name, mode, settings.experts)
+    return SglangEngine(options, args, model, name, mode, settings.experts)
+
+
+def _with_context_length(settings: Settings, flag: str) -> tuple[str, ...]:
+    """Return the engine's arguments with the context length. Raises ConfigError if they have another."""
+    args = settings.engine_args
+    if not settings.context_length:
+        return args
+    if any(arg.split("=")[0] == flag for arg in args):
+        raise ConfigError(f"the context length is given twice: drop --context-length, or {flag} after --")
+    return (*args, flag, str(settings.context_length))
 
 
 def _load_sglang(settings: Settings) -> None:
@@ -62,11 +80,12 @@ def _trtllm(settings: Settings) -> Engine:
     if settings.role == "encode":
         from baton.engines.trtllm.encoder import TrtllmEncoder
 
-        return TrtllmEncoder(settings.trtllm, settings.engine_args, Path(settings.model), settings.name)
+        return TrtllmEncoder(settings.trtllm, settings.engine_args, Path(settings.model), settings.first_name)
     from baton.engines.trtllm.adapter import TrtllmEngine
 
     request_type = _trtllm_request_type(settings)
-    return TrtllmEngine(settings.trtllm, settings.engine_args, Path(settings.model), settings.name, request_type)
+    args = _with_context_length(settings, "--max_seq_len")
+    return TrtllmEngine(settings.trtllm, args, Path(settings.model), settings.first_name, request_type)
 
 
 def _trtllm_request_type(settings: Settings) -> Literal["context_only", "generation_only"] | None:
@@ -91,21 +110,24 @@ def _trtllm_help(settings: Settings) -> str:
 class Kind(NamedTuple):
     """One engine: how it is built, its default model and name, and the modules that must be installed.
 
-    `help` returns the help text of its own arguments; an engine without it takes none. `load` imports an engine that
-    needs more than an import of `needs`.
+    `weights` is the pattern of the files without which it does not start. `help` returns the help text of its own
+    arguments; an engine without it takes none. `load` imports an engine that needs more than an import of `needs`.
     """
 
     build: Callable[[Settings], Engine]
     own_model: str
     own_name: str
     needs: tuple[str, ...] = ()
+    weights: str = ""
     help: Callable[[Settings], str] | None = None
     load: Callable[[Settings], None] | None = None
 
 
 ENGINES = {
     "echo": Kind(_echo, str(MODEL_DIR), "echo"),
-    "torch": Kind(_torch, "smollm2", "smollm2", needs=("torch", "transformers", "safetensors")),
+    "torch": Kind(
+        _torch, "smollm2", "smollm2", needs=("torch", "transformers", "safetensors"), weights="*.safetensors"
+    ),
     "sglang": Kind(
         _sglang, "smollm2", "smollm2", needs=("sglang", "torch", "zmq", "psutil"), help=_sglang_help, load=_load_sglang
     ),
@@ -114,7 +136,7 @@ ENGINES = {
 
 
 def prepare_model(settings: Settings) -> Settings:
-    """Return the settings with `model` as a local directory and `name` as the served name.
+    """Return the settings with `model` as a local directory and `name` as the served names.
 
     Blocks while it downloads a model, which may take minutes. Raises ConfigError.
     """
@@ -125,7 +147,9 @@ def prepare_model(settings: Settings) -> Settings:
         raise ConfigError(f"the engine {settings.engine} has no expert parallelism: drop the --experts-* settings")
     model = settings.model or kind.own_model
     directory = resolve_model(model, cache_directory(settings) / "models")
-    name = settings.name or (served_name(model) if settings.model else kind.own_name)
+    if kind.weights and not any(directory.glob(kind.weights)):
+        raise ConfigError(f"model directory {str(directory)!r} has no weights: no file {kind.weights}")
+    name = ",".join(settings.served_names) or (served_name(model) if settings.model else kind.own_name)
     return _prepare_chat(msgspec.structs.replace(settings, model=str(directory), name=name))
 
 
@@ -136,9 +160,8 @@ def prepare_tokenizer(settings: Settings) -> Settings:
     """
     model = settings.model or "smollm2"
     directory = resolve_model(model, cache_directory(settings) / "models", weights=False)
-    return _prepare_chat(
-        msgspec.structs.replace(settings, model=str(directory), name=settings.name or served_name(model))
-    )
+    name = ",".join(settings.served_names) or served_name(model)
+    return _prepare_chat(msgspec.structs.replace(settings, model=str(directory), name=name))
 
 
 def _prepare_chat(settings: Settings) -> Settings:

@@ -35,7 +35,7 @@ class AggregatedHandler:
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
-        with self._tracker.track(context, len(request.token_ids)) as tracked:
+        with self._tracker.track(context, len(request.token_ids), request.model) as tracked:
             scores_only = request.scores_only
             if scores_only:
                 request = request.for_scoring()

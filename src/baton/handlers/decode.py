@@ -49,7 +49,7 @@ class DecodeHandler:
         claim: Claim | None = None
         handoff: KvHandoff | None = None
         try:
-            with self._tracker.track(context, len(request.token_ids)) as tracked:
+            with self._tracker.track(context, len(request.token_ids), request.model) as tracked:
                 scores_only = request.scores_only
                 if scores_only:
                     request = request.for_scoring()

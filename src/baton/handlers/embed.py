@@ -31,7 +31,7 @@ class EmbedHandler:
 
     async def embed(self, request: EmbedRequest, context: Context) -> AsyncGenerator[Embeddings, None]:
         """Yield all vectors at once. Raises the errors of `errors.py`; closing the iterator withdraws the work."""
-        with self._tracker.track(context, 0) as tracked:
+        with self._tracker.track(context, 0, request.model) as tracked:
             self._check_dimensions(request.dimensions)
             inputs = await self._tokens(request.source, tracked)
             tracked.prompt_tokens = sum(len(tokens) for tokens in inputs)

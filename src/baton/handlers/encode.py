@@ -57,7 +57,7 @@ class EncodeHandler:
 
         Raises the errors of `errors.py`; closing the iterator before its end frees the encoded media.
         """
-        with self._tracker.track(context, len(request.token_ids)) as tracked:
+        with self._tracker.track(context, len(request.token_ids), request.model) as tracked:
             admit_encode(request, self._info, self._engine.capabilities)
             named = named_media(request)
             work = EncodeWork(

@@ -51,7 +51,7 @@ class PrefillHandler:
         ticket = given or self._choose_room(request)
         prompt_tokens = len(request.token_ids)
         try:
-            with self._tracker.track(context, prompt_tokens) as tracked:
+            with self._tracker.track(context, prompt_tokens, request.model) as tracked:
                 work = self._admit(request, tracked, context, ticket)
                 async with (
                     await self._media_input.load(request, tracked, self._engine.capabilities) as media,

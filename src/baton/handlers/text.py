@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from functools import partial
 
@@ -22,15 +22,24 @@ from baton.request.tracker import RequestTracker, TrackedRequest
 class TextHandler:
     """Generates text from text on one engine."""
 
-    def __init__(self, engine: GenerateEngine, info: EngineInfo, tracker: RequestTracker, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        engine: GenerateEngine,
+        info: EngineInfo,
+        tracker: RequestTracker,
+        tokenizer: Tokenizer,
+        other_names: Collection[str] = (),
+    ) -> None:
+        """Prepare. `other_names` are those of the model beside the one in `info`; all others are LoRA adapters."""
         self._engine = engine
         self._info = info
         self._tracker = tracker
         self._tokenizer = tokenizer
+        self._names = frozenset((info.model_name, *other_names))
 
     async def generate(self, request: TextRequest, context: Context) -> AsyncGenerator[TextChunk, None]:
         """Yield the answer in chunks of text. Raises the errors of `errors.py`."""
-        with self._tracker.track(context, 0) as tracked:
+        with self._tracker.track(context, 0, request.model) as tracked:
             tokens = await tracked.scope.wait(asyncio.to_thread(self._tokenize, request))
             tracked.prompt_tokens = len(tokens)
             inner = GenerateRequest(
@@ -52,7 +61,7 @@ class TextHandler:
 
     def _adapter_of(self, request: TextRequest) -> str | None:
         """Return the LoRA adapter that the request names as its model, if it does."""
-        return request.model if self._engine.capabilities.lora and request.model != self._info.model_name else None
+        return request.model if self._engine.capabilities.lora and request.model not in self._names else None
 
     def _tokenize(self, request: TextRequest) -> list[int]:
         for field in request.token_format_only():

@@ -112,7 +112,7 @@ class WorkerMetrics:
             self._duration.observe(record.duration_s)
         log.log(
             logging.DEBUG if record.role == "canary" else logging.INFO,
-            "%s %s %s error=%s prompt=%d cached=%d completion=%d duration_ms=%.1f trace=%s client=%s",
+            "%s %s %s error=%s prompt=%d cached=%d completion=%d duration_ms=%.1f model=%s trace=%s client=%s",
             record.request_id,
             record.role,
             record.state.value,
@@ -121,6 +121,7 @@ class WorkerMetrics:
             record.cached_tokens,
             record.completion_tokens,
             record.duration_s * 1000,
+            record.model or "-",
             record.trace_id or "-",
             record.client_id or "-",
         )

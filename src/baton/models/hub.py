@@ -5,12 +5,14 @@ import re
 import sys
 from pathlib import Path
 
+from baton.config.disk_space import full_disk
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+OFFLINE = "HF_HUB_OFFLINE is set"
 _FILES = (*_SMALL_FILES, "*.safetensors")
 
 
@@ -43,9 +45,20 @@ def fetch_from_hub(model: str, weights: bool = True) -> Path:
     except Exception as error:  # the client also raises errors of its HTTP library
         log.debug("cannot fetch %s from the hub: %r", model, error)
         offline = isinstance(error, errors.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE
-        reason = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({type(error).__name__})"
-        raise ConfigError(
-            f"model {model!r} is not a directory, is not in the hub's cache, and {reason}; "
-            "give the path of a model directory, or a demo model (smollm2 or minilm), with --model"
-        ) from error
+        constants = huggingface_hub.constants
+        raise _failure(model, error, constants.HF_HUB_CACHE, "" if offline else constants.ENDPOINT) from error
     raise ConfigError(f"cannot fetch model {model!r}: {problem}")
+
+
+def _failure(model: str, error: Exception, cache: str, address: str) -> ConfigError:
+    """Return what the client's `error` means; `address` is that of the hub, "" if it must not be asked."""
+    if full_disk(error) is not None:
+        return ConfigError(
+            f"cannot store model {model!r}: the disk of {cache} is full; free some space, or set HF_HOME to a directory"
+            " on another disk"
+        )
+    reason = f"{address} cannot be reached ({type(error).__name__}): check the network" if address else OFFLINE
+    return ConfigError(
+        f"model {model!r} is not a directory, is not in the hub's cache, and {reason}; "
+        "give the path of a model directory, or a demo model (smollm2 or minilm), with --model"
+    )

@@ -9,7 +9,7 @@ from baton.protocol.lifecycle import State
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One finished request."""
+    """One finished request. `model` is the name in the request; "" if it has none."""
 
     request_id: RequestId
     role: str
@@ -20,6 +20,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     completion_tokens: int
     first_output_s: float | None
     duration_s: float
+    model: str
     trace_id: str | None
     client_id: str | None = None
 

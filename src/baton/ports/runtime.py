@@ -67,10 +67,12 @@ class Locality(msgspec.Struct, frozen=True, kw_only=True):
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A served model, as it is registered for frontends and routers.
 
-    `router` is how frontends select among the workers of this type, None for their own setting.
+    Clients may use any of `other_names` in place of `name`. `router` is how frontends select among the workers of this
+    type, None for their own setting.
     """
 
     name: str
+    other_names: tuple[str, ...] = ()
     directory: str
     model_input: str = "tokens"
     surfaces: frozenset[str] = frozenset({"chat", "completions"})
@@ -103,12 +105,12 @@ class Endpoint(Protocol):
         """Whether discovery has this instance now. It drops one that sent no heartbeat for some seconds."""
 
     async def register_model(self, card: ModelCard) -> None:
-        """Register the model, once; from then on frontends send requests to this instance."""
+        """Register the model under all its names, once; from then on frontends send requests to this instance."""
 
     async def register_adapter(self, name: str) -> None:
         """Register a LoRA adapter of the model: frontends then send this instance requests for a model of that name.
 
-        Valid after `register_model`. Idempotent. Raises InvalidRequest for the name of the model itself.
+        Valid after `register_model`. Idempotent. Raises InvalidRequest for a name of the model itself.
         """
 
     async def deregister_adapter(self, name: str) -> None:

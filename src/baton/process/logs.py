@@ -5,13 +5,19 @@ import logging
 import sys
 import threading
 import time
+from contextlib import suppress
 
 FLUSH_INTERVAL_S = 0.1
+WRITE_CHARS = 4000
+"""Writes of up to 4096 bytes to a pipe are not mixed with those of other threads, as of the runtime."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class BatchedHandler(logging.Handler):
-    """Buffers lines for at most `FLUSH_INTERVAL_S`; a warning or worse is written at once, after those before it."""
+    """Buffers lines for at most `FLUSH_INTERVAL_S`; a warning or worse is written at once, after those before it.
+
+    Lines that cannot be written, as to a full disk, are dropped: they are no reason to stop serving.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,17 +35,29 @@ class BatchedHandler(logging.Handler):
 
     def flush(self) -> None:
         """Write the buffered lines."""
-        with self.lock or threading.RLock():
+        with self.lock or threading.RLock(), suppress(OSError):
             lines, self._lines = self._lines, []
-            if lines:
-                sys.stderr.write("\n".join(lines) + "\n")
-                sys.stderr.flush()
+            pending: list[str] = []
+            size = 0
+            for line in lines:
+                if pending and size + len(line) >= WRITE_CHARS:
+                    _write(pending)
+                    pending, size = [], 0
+                pending.append(line)
+                size += len(line) + 1
+            if pending:
+                _write(pending)
 
     def _flush_often(self) -> None:
         while self._due.wait():
             time.sleep(FLUSH_INTERVAL_S)
             self._due.clear()
             self.flush()
+
+
+def _write(lines: list[str]) -> None:
+    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()
 
 
 def start_logging(level: str) -> None:

@@ -70,7 +70,9 @@ def role_of(settings: Settings, capabilities: Capabilities) -> str:
         role = "aggregated" if capabilities.generate else "embed"
     serves = {"embed": capabilities.embeddings, "encode": capabilities.media_encoding}
     if not serves.get(role, capabilities.generate):
-        raise ConfigError(f"the model {settings.name} on the engine {settings.engine} cannot serve the role {role}")
+        raise ConfigError(
+            f"the model {settings.first_name} on the engine {settings.engine} cannot serve the role {role}"
+        )
     if settings.media.encoders and not capabilities.media_handles:
         raise ConfigError(
             f"the engine {settings.engine} does not read media from encode workers: drop --media-encoders"
@@ -135,6 +137,7 @@ def announce(role: str, context: RoleContext, role_service: RoleService) -> Mode
     host, port = _bootstrap_address(context, role_service)
     return ModelCard(
         name=info.model_name,
+        other_names=settings.served_names[1:],
         directory=info.model_dir,
         # The frontend cannot tokenise for embedding models: it requires an end-of-text token of every model.
         model_input=model_input,
@@ -299,7 +302,9 @@ def _media_consumer(context: RoleContext) -> "RoomClient | None":
 
 def _generate(context: RoleContext, media_input: MediaInput) -> Service[Any, Any]:
     if context.settings.model_input == "text":
-        text = TextHandler(_generating(context), context.info, context.tracker, _tokenizer(context))
+        text = TextHandler(
+            _generating(context), context.info, context.tracker, _tokenizer(context), context.settings.served_names
+        )
         return Service(text.generate, decode_text, encode_text)
     return Service(
         AggregatedHandler(_generating(context), context.info, context.tracker, media_input, _texts(context)).generate,

@@ -100,7 +100,7 @@ class GlobalRouter:
             ready=state == "serving",
             state=state,
             in_flight=self.gate.in_flight,
-            model=self._settings.name,
+            model=self._settings.first_name,
             role="router",
         )
 
@@ -136,7 +136,7 @@ class GlobalRouter:
         for role, endpoint in endpoints:
             await endpoint.register_model(self._card(role))
         self._endpoints = [endpoint for _, endpoint in endpoints]
-        log.info("routing %s by %s", self._settings.name, self._file)
+        log.info("routing %s by %s", ", ".join(self._settings.served_names), self._file)
 
     def start_guards(self) -> None:
         """See `ServiceSteps.start_guards`."""
@@ -201,7 +201,8 @@ class GlobalRouter:
     def _card(self, role: PoolRole) -> ModelCard:
         model = Path(self._settings.model)
         return ModelCard(
-            name=self._settings.name,
+            name=self._settings.first_name,
+            other_names=self._settings.served_names[1:],
             directory=str(model),
             surfaces=frozenset({"prefill"}) if role == "prefill" else frozenset({"chat", "completions"}),
             worker_type=role,

@@ -6,21 +6,24 @@ A worker and a global router are `ServiceSteps`; what they have in common is her
 import asyncio
 import gc
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from baton.config.directories import control_directory, profile_directory
+from baton.config.directories import control_directory, process_directory, profile_directory
+from baton.config.environment import process_name
 from baton.config.load import control_token
 from baton.config.settings import Settings
 from baton.control.http.server import Subject, SystemServer
 from baton.control.http.token_file import generate_token, published_token
+from baton.control.process_entries import published_entry
 from baton.errors import BatonError, ConfigError, Draining, EngineDead
 from baton.ports.runtime import Runtime
 from baton.process.exit_codes import exit_code
 from baton.process.signals import stop_on_signals
 from baton.request.gate import Gate
-from baton.status.sd_notify import notify, send_heartbeats
+from baton.status.sd_notify import RUNNING_REQUESTS, notify, send_heartbeats
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +76,20 @@ async def run_service(
         notify(f"READY=1\nSTATUS=health on {server.url}")
 
     try:
-        with _published(server, token) if token and not given else nullcontext():
+        with _entry(server, settings), _published(server, token) if token and not given else nullcontext():
             server.subject = subject = await build()
             return await exit_code(subject.run(stop, on_ready), profile_directory(settings))
     finally:
         await server.aclose()
+
+
+def _entry(server: SystemServer, settings: Settings) -> AbstractContextManager[None]:
+    """Return a block within which `baton ctl` finds this process by its name."""
+    role = "router" if settings.topology else "worker" if settings.role == "auto" else settings.role
+    try:
+        return published_entry(process_directory(), process_name() or f"{role}-{os.getpid()}", server.url)
+    except ConfigError:  # no home directory
+        return nullcontext()
 
 
 def _published(server: SystemServer, token: str) -> AbstractContextManager[None]:
@@ -170,8 +182,12 @@ class ServiceProcess:
         self._gate.drain()
         _report_status("leaving discovery")
         await steps.leave_discovery()
-        log.info("draining %d requests for up to %g s", self._gate.in_flight, self._drain_timeout_s)
-        _report_status(f"draining {self._gate.in_flight} requests")
+        running = self._gate.in_flight
+        log.info(
+            "draining %d requests for up to %g s; a second signal ends them at once", running, self._drain_timeout_s
+        )
+        _report_status(f"draining {running} requests")
+        notify(f"{RUNNING_REQUESTS}={running}")
         idle = asyncio.create_task(steps.idle(self._drain_timeout_s), name="drain")
         await self._first_of(idle)
         await _cancel([idle])

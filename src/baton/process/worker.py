@@ -185,7 +185,8 @@ class Worker:
             raise EngineDead(f"the start took longer than {self._settings.start_timeout_s:g} s") from None
         self.observed.healthy.set(True)
         role = self._role if info.leader else "a follower"
-        log.info("serving %s as %s on the %s engine", info.model_name, role, self._settings.engine)
+        names = ", ".join((info.model_name, *self._settings.served_names[1:]))
+        log.info("serving %s as %s on the %s engine", names, role, self._settings.engine)
 
     def start_guards(self) -> None:
         """See `ServiceSteps.start_guards`."""

@@ -33,14 +33,16 @@ class TrackedRequest:
         "first_output_at",
         "gate",
         "lifecycle",
+        "model",
         "prompt_tokens",
         "request_id",
         "scope",
         "started_at",
     )
 
-    def __init__(self, context: Context, prompt_tokens: int, gate: Gate) -> None:
+    def __init__(self, context: Context, prompt_tokens: int, gate: Gate, model: str) -> None:
         self.gate = gate
+        self.model = model
         self.request_id = new_request_id(context.id)
         self.scope = CancelScope()
         self.lifecycle = Lifecycle()
@@ -63,6 +65,7 @@ class TrackedRequest:
             completion_tokens=self.completion_tokens,
             first_output_s=None if first is None else first - self.started_at,
             duration_s=time.perf_counter() - self.started_at,
+            model=self.model,
             trace_id=_trace_id(headers),
             client_id=headers.get("x-request-id"),
         )
@@ -86,12 +89,12 @@ class RequestTracker:
         self._on_fatal = on_fatal
 
     @contextmanager
-    def track(self, context: Context, prompt_tokens: int) -> Iterator[TrackedRequest]:
-        """Admit a request and track it until the block ends, whatever ends it.
+    def track(self, context: Context, prompt_tokens: int, model: str = "") -> Iterator[TrackedRequest]:
+        """Admit a request and track it until the block ends, whatever ends it. `model` is the name that it asks for.
 
         The cancel scope is armed (client, deadline) before the block runs. Raises Draining, Paused or Overloaded.
         """
-        tracked = TrackedRequest(context, prompt_tokens, self.gate)
+        tracked = TrackedRequest(context, prompt_tokens, self.gate, model)
         error: BaseException | None = None
         try:
             self.gate.enter(tracked.scope)

@@ -35,7 +35,7 @@ class Forwarder:
         """
         router = self._router()
         view = view_request(request, router.plan.ttft_ms, router.plan.itl_ms)
-        with self._tracker.track(context, view.point.length) as tracked:
+        with self._tracker.track(context, view.point.length, str(request.get("model", ""))) as tracked:
             tracked.lifecycle.advance(State.SUBMITTED)
             route = router.route(view)
             pool_context = _PoolContext(context, tracked.scope)

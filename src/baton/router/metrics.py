@@ -72,7 +72,7 @@ class RouterMetrics:
             self._errors.labels(record.error_code).inc()
         self._seconds.labels(record.role).observe(record.duration_s)
         log.debug(
-            "%s %s %s error=%s prompt=%d completion=%d duration_ms=%.1f trace=%s client=%s",
+            "%s %s %s error=%s prompt=%d completion=%d duration_ms=%.1f model=%s trace=%s client=%s",
             record.request_id,
             record.role,
             record.state.value,
@@ -80,6 +80,7 @@ class RouterMetrics:
             record.prompt_tokens,
             record.completion_tokens,
             record.duration_s * 1000,
+            record.model or "-",
             record.trace_id or "-",
             record.client_id or "-",
         )

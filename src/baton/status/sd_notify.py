@@ -13,6 +13,9 @@ from baton.config.environment import notify_socket, supervisor_pid, watchdog_s
 
 log = logging.getLogger(__name__)
 
+RUNNING_REQUESTS = "X_RUNNING_REQUESTS"
+"""The key under which a process that stops reports how many requests it waits for. systemd ignores it."""
+
 
 def notify(message: str) -> None:
     """Send `message` to the supervisor, if there is one. Never blocks; a message that cannot be sent is dropped."""

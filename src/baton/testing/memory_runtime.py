@@ -83,8 +83,8 @@ class MemoryEndpoint:
 
     async def register_adapter(self, name: str) -> None:
         """See `Endpoint.register_adapter`."""
-        if self.card is not None and name == self.card.name:
-            raise InvalidRequest(f"name: {name!r} is the name of the model")
+        if self.card is not None and name in (self.card.name, *self.card.other_names):
+            raise InvalidRequest(f"name: {name!r} is a name of the model")
         self.adapters.add(name)
 
     async def deregister_adapter(self, name: str) -> None:

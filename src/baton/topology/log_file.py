@@ -1,14 +1,22 @@
-"""The log of one process: readable by its user only, bounded in size, and read from its end."""
+"""The log of one process: readable by its user only, bounded in size, and in one format."""
 
+import logging
 import os
 import re
-import shutil
+import sys
+import threading
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from baton.config.private_files import PRIVATE_DIRECTORY, open_private
+from baton.topology.log_format import convert, message_of
 
-TAIL_BYTES = 4000
+log = logging.getLogger(__name__)
+
+READ_BYTES = 64 << 10
+MAX_LINE_BYTES = 1 << 20
 
 
 def log_name(host: str, port: int, process: str) -> str:
@@ -16,43 +24,116 @@ def log_name(host: str, port: int, process: str) -> str:
     return f"{re.sub('[^A-Za-z0-9.-]', '_', host)}-{port}-{process}.log"
 
 
-class LogFile:
-    """A file that a process appends to through its standard output and error.
+class LogSink(Protocol):
+    """Where the lines of a process go."""
 
-    The process keeps the file open, so a file that is too long is copied to `previous` and emptied. What is written
-    between the two is lost.
-    """
+    def write(self, lines: bytes) -> None:
+        """Append `lines`. Raises OSError."""
+
+
+class LogFile:
+    """A file of at most about `max_bytes`; what was in it before is in `previous`. Only one thread writes at a time."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
         self._max_bytes = max_bytes
+        self._file: BinaryIO | None = None
         self.previous = path.with_name(f"{path.name}.1")
 
     def begin(self) -> None:
-        """Begin an empty file; the log of the last run becomes `previous`. Raises OSError."""
+        """Begin an empty file; the one that there is becomes `previous`. Raises OSError, also for a link."""
+        self.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_DIRECTORY)
         if self._path.exists():
             self._path.replace(self.previous)
-        self.open().close()
+            self.previous.chmod(0o600)
+        self._file = open_private(self._path, os.O_APPEND)
 
-    def open(self) -> BinaryIO:
-        """Open the file for a process to append to. Raises OSError, also for a file of another user or a link."""
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_DIRECTORY)
-        return open_private(self._path, os.O_APPEND)
+    def write(self, lines: bytes) -> None:
+        """See `LogSink.write`. A full file becomes `previous`."""
+        if self._file is None or self._file.tell() + len(lines) > self._max_bytes:
+            self.begin()
+        assert self._file is not None
+        self._file.write(lines)
+        self._file.flush()
 
-    def rotate(self) -> None:
-        """Empty a file that is too long, after copying it to `previous`. Blocks. Raises OSError."""
-        if not self._path.exists() or self._path.stat().st_size <= self._max_bytes:
-            return
-        with self._path.open("rb") as source, open_private(self.previous, os.O_TRUNC) as target:
-            shutil.copyfileobj(source, target)
-            os.truncate(self._path, 0)
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what it has buffered, on a full disk
+                file.close()
+
+
+class StandardError:
+    """The standard error of this process."""
+
+    def write(self, lines: bytes) -> None:
+        """See `LogSink.write`."""
+        sys.stderr.buffer.write(lines)
+        sys.stderr.buffer.flush()
+
+
+class ProcessOutput:
+    """Everything that one process writes, through a pipe into its log. A thread reads, so that no process waits.
+
+    A log that cannot be written, as on a full disk, is no reason to stop serving: its lines are dropped and counted.
+    """
+
+    def __init__(self, name: str, file: LogSink) -> None:
+        self._name = name
+        self._file = file
+        self._thread: threading.Thread | None = None
+        self._dropped = 0
+        self._last = b""
+        self._lock = threading.Lock()
+
+    def open(self) -> int:
+        """Return a descriptor for a process to write to; the caller closes its own copy. Raises OSError."""
+        reading, writing = os.pipe()
+        self._thread = threading.Thread(target=self._copy, args=(reading,), name=f"log-{self._name}", daemon=True)
+        self._thread.start()
+        return writing
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until what an exited process has written is in the log. Blocks."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def last_line(self) -> str:
-        """Return the last line, "" if there is none."""
+        """Return the last line without its time, level and logger; "" if there is none."""
+        return message_of(self._last)
+
+    def _copy(self, reading: int) -> None:
+        rest = b""
         try:
-            with self._path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                lines = file.read(TAIL_BYTES).decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return lines[-1] if lines else ""
+            while data := os.read(reading, READ_BYTES):
+                lines, newline, rest = (rest + data).rpartition(b"\n")
+                if len(rest) > MAX_LINE_BYTES:
+                    lines, newline, rest = lines + newline + rest, b"\n", b""
+                if newline:
+                    self._write(lines + newline)
+            if rest:
+                self._write(rest + b"\n")
+        finally:
+            os.close(reading)
+
+    def _write(self, lines: bytes) -> None:
+        converted = convert(lines, datetime.now(UTC))
+        if not converted:
+            return
+        with self._lock:  # the threads of a process and of its successor may overlap
+            self._last = converted[converted.rfind(b"\n", 0, -1) + 1 :]
+            try:
+                self._file.write(self._about_dropped() + converted)
+            except OSError as error:
+                if not self._dropped:
+                    log.error("cannot write the log of %s (%s); its lines are dropped", self._name, error.strerror)
+                self._dropped += converted.count(b"\n")
+            else:
+                self._dropped = 0
+
+    def _about_dropped(self) -> bytes:
+        if not self._dropped:
+            return b""
+        return convert(b"%d lines could not be written here\n" % self._dropped, datetime.now(UTC))

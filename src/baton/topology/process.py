@@ -11,7 +11,10 @@ from pathlib import Path
 
 from baton.config.environment import SUPERVISOR_PID
 from baton.errors import ConfigError, EngineDead
-from baton.topology.log_file import LogFile
+from baton.status.sd_notify import RUNNING_REQUESTS
+from baton.topology.log_file import ProcessOutput
+
+LOG_TIMEOUT_S = 1.0
 
 
 class Process:
@@ -21,14 +24,15 @@ class Process:
     """
 
     def __init__(
-        self, name: str, command: str, variables: dict[str, str], socket_path: Path, log: LogFile | None
+        self, name: str, command: str, variables: dict[str, str], socket_path: Path, output: ProcessOutput
     ) -> None:
         self.name = name
         self.status = ""
+        self.running_requests = 0
         self.ready = asyncio.Event()
         self.last_heartbeat = 0.0
         self._command = command
-        self._log = log
+        self._output = output
         self._popen: asyncio.subprocess.Process | None = None
         self._group: int | None = None
         self._socket_path = socket_path
@@ -45,10 +49,11 @@ class Process:
     async def start(self, watchdog_s: float) -> None:
         """Start the process. From the time it is ready it must send a heartbeat every `watchdog_s`.
 
-        Raises EngineDead if the operating system does not start it, or its log cannot be opened.
+        Raises EngineDead if the operating system does not start it.
         """
         self.ready.clear()
         self.status = ""
+        self.running_requests = 0
         environment = {**os.environ, **self._variables, "WATCHDOG_USEC": str(int(watchdog_s * 1e6))}
         starting = asyncio.ensure_future(self._spawn(environment))
         try:
@@ -60,7 +65,7 @@ class Process:
             raise EngineDead(f"cannot start {self.name}: {error}") from error
 
     async def _spawn(self, environment: dict[str, str]) -> None:
-        output = self._log.open() if self._log is not None else None
+        output = self._output.open()
         try:
             self._popen = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -75,15 +80,18 @@ class Process:
             )
             self._group = self._popen.pid  # a process that leads a session leads a group of the same id
         finally:
-            if output is not None:
-                output.close()
+            os.close(output)
 
     async def wait(self) -> int:
-        """Wait for the exit and return the exit code. Processes that it has left, as of an engine, are killed."""
+        """Wait for the exit and return the exit code. Processes that it has left, as of an engine, are killed.
+
+        What they have written is in the log then.
+        """
         assert self._popen is not None
         code = await self._popen.wait()
         self._kill_group()
         self._group = None
+        await asyncio.to_thread(self._output.join, LOG_TIMEOUT_S)
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -103,9 +111,7 @@ class Process:
 
     def exit_reason(self) -> str:
         """Return the last status that the process sent, or else the last line of its log."""
-        if self.status:
-            return self.status
-        return self._log.last_line() if self._log is not None else ""
+        return self.status or self._output.last_line()
 
     def close(self) -> None:
         """Close and remove the socket."""
@@ -125,6 +131,8 @@ class Process:
                 self.status = value
             elif key == "READY" and value == "1":
                 self.ready.set()
+            elif key == RUNNING_REQUESTS and value.isdigit():
+                self.running_requests = int(value)
 
 
 def _bind(path: Path) -> socket.socket:

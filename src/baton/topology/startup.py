@@ -1,15 +1,17 @@
-"""The start of `baton serve`: a progress line on the terminal, and the wait for a model on the HTTP endpoint."""
+"""The start of `baton serve`: a progress line on the terminal, the wait for the model, and a first request to it."""
 
 import asyncio
 import json
 import logging
-import ssl
 import sys
 from collections.abc import Sequence
 
-from baton.config.load import an_api_key
 from baton.config.settings import Settings
+from baton.engines.registry import embeds
+from baton.errors import ConfigError, EngineDead
+from baton.runtimes.dynamo.inotify import REMEDY, out_of_instances
 from baton.status.progress_line import rewrite_line
+from baton.topology.own_endpoint import Answer, OwnEndpoint
 from baton.topology.process import Process
 
 log = logging.getLogger(__name__)
@@ -17,6 +19,11 @@ log = logging.getLogger(__name__)
 REDRAW_INTERVAL_S = 0.2
 POLL_INTERVAL_S = 0.05
 POLL_TIMEOUT_S = 2.0
+DISCOVERY_S = 5.0
+RETRY_S = 30.0
+REFUSALS = (400, 401, 403, 405, 413, 422)
+"""Statuses that the same request gets again."""
+FIRST_REQUEST_ID = "baton-first-request"
 
 
 async def show_progress(processes: Sequence[Process]) -> None:
@@ -32,50 +39,79 @@ async def show_progress(processes: Sequence[Process]) -> None:
         rewrite_line("")
 
 
-async def wait_for_model(settings: Settings) -> str:
-    """Wait until `/v1/models` lists a model and return the first name. The caller sets the timeout."""
+async def wait_for_models(endpoint: OwnEndpoint, names: Sequence[str]) -> None:
+    """Wait until `/v1/models` lists all `names`. The caller sets the timeout.
+
+    A frontend that has no inotify instance does not find any model, and does not say so. Raises ConfigError then.
+    """
     logged = ""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + DISCOVERY_S
     while True:
-        problem = "no model is registered"
+        if clock() > deadline and out_of_instances():
+            raise ConfigError(f"the frontend does not find the model: {REMEDY}")
         try:
             async with asyncio.timeout(POLL_TIMEOUT_S):
-                names = await _list_models(settings)
-            if names:
-                return names[0]
+                missing = set(names) - set(await _list_models(endpoint))
+            if not missing:
+                return
+            problem = f"not registered: {', '.join(sorted(missing))}"
         except (OSError, TimeoutError) as error:
             problem = repr(error)
         if problem != logged:
-            log.debug("waiting for a model on %s port %d: %s", settings.host, settings.port, problem)
+            log.debug("waiting for %s: %s", endpoint, problem)
             logged = problem
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def _list_models(settings: Settings) -> list[str]:
-    """Return the names in `/v1/models`. Raises OSError if the endpoint cannot be reached or answers with an error."""
-    head, _, body = (await _get_models(settings)).partition(b"\r\n\r\n")
-    status = head.split(b"\r\n", 1)[0]
-    if b" 200 " not in status:
-        raise ConnectionError(status.decode(errors="replace"))
-    return [str(entry["id"]) for entry in json.loads(body)["data"]]
+async def send_first_request(endpoint: OwnEndpoint, settings: Settings, retry_s: float = RETRY_S) -> None:
+    """Send the smallest request to the model, through frontend and workers, until one is answered.
+
+    A frontend may refuse requests for a moment after it has listed a model. Raises EngineDead with the answer to the
+    last request, after `retry_s`, or at once if another try cannot help. The caller limits the time of one request.
+    """
+    path, body = _smallest_request(settings)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + retry_s
+    while True:
+        answer = await _try(endpoint, settings, path, body)
+        if answer.status == 200:
+            return
+        if answer.status in REFUSALS or clock() > deadline:
+            raise EngineDead(
+                f"{settings.first_name} is registered, but a first request to {path} failed: {answer.problem};"
+                " the logs have more"
+            )
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def _get_models(settings: Settings) -> bytes:
-    target = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    reader, writer = await asyncio.open_connection(target, settings.port, ssl=_own_tls(settings))
+async def _try(endpoint: OwnEndpoint, settings: Settings, path: str, body: dict[str, object]) -> Answer:
+    headers = {"x-request-id": FIRST_REQUEST_ID}
     try:
-        key = an_api_key(settings)
-        authorization = f"Authorization: Bearer {key}\r\n" if key is not None else ""
-        writer.write(f"GET /v1/models HTTP/1.0\r\nHost: localhost\r\n{authorization}\r\n".encode())
-        return await reader.read()
-    finally:
-        writer.close()
+        if settings.router == "direct":
+            headers["x-dynamo-worker-instance-id"] = await _some_instance(endpoint)
+        return await endpoint.post(path, body, headers)
+    except OSError as error:
+        return Answer(0, str(error).encode())
 
 
-def _own_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Return the context to reach our own endpoint, whose certificate is for the names that clients use."""
-    if not settings.tls_certificate:
-        return None
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
+def _smallest_request(settings: Settings) -> tuple[str, dict[str, object]]:
+    name = settings.first_name
+    if embeds(settings):
+        return "/v1/embeddings", {"model": name, "input": "."}
+    # Of more than one token, because a decode worker computes the last one without a prefill.
+    return "/v1/completions", {"model": name, "prompt": "1 2", "max_tokens": 1}
+
+
+async def _list_models(endpoint: OwnEndpoint) -> list[str]:
+    """Return the names in `/v1/models`. Raises OSError if the endpoint cannot be reached or answers with an error."""
+    answer = await endpoint.get("/v1/models")
+    if answer.status != 200:
+        raise ConnectionError(answer.problem)
+    return [str(entry["id"]) for entry in json.loads(answer.body)["data"]]
+
+
+async def _some_instance(endpoint: OwnEndpoint) -> str:
+    """Return the id of a worker; with direct routing every request names one."""
+    instances = json.loads((await endpoint.get("/health")).body).get("instances", [])
+    return next((str(each["instance_id"]) for each in instances if each["endpoint"] == "generate"), "")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,56 +13,76 @@ from pathlib import Path
 import msgspec
 
 from baton.config.directories import log_directory
+from baton.config.environment import PROCESS_NAME
 from baton.config.load import to_environment
 from baton.config.settings import Settings
 from baton.engines.registry import prepare_model
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.listener import refuse_unusable_address
-from baton.topology.log_file import LogFile, log_name
+from baton.topology.log_file import LogFile, ProcessOutput, StandardError, log_name
+from baton.topology.own_endpoint import OwnEndpoint
 from baton.topology.process import Process
 from baton.topology.process_specs import ProcessSpec, build_process_specs
-from baton.topology.startup import show_progress, wait_for_model
+from baton.topology.startup import send_first_request, show_progress, wait_for_models
+from baton.topology.stopping import report_stop
 from baton.topology.supervision import keep_running, run_until
 
 log = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
+SOME_LOG_BYTES = 4096
 STOP_MARGIN_S = 15.0
 FRONTEND_STOP_S = 10.0
-ROTATE_INTERVAL_S = 2.0
+
+Announce = Callable[[Settings], None]
 
 
-Announce = Callable[[str, Settings], None]
+def run_supervisor(settings: Settings, announce: Announce, say: Callable[[str], None]) -> int:
+    """Run all processes until SIGINT or SIGTERM. `announce` is called once, when a first request has been answered.
 
-
-def run_supervisor(settings: Settings, announce: Announce) -> int:
-    """Run all processes until SIGINT or SIGTERM. `announce` is called once, when the endpoint serves a model.
-
-    The model is fetched here, once for all workers, and before `start_timeout_s` begins.
+    `say` gets lines for the terminal about the stop. The model is fetched here, once for all workers, and before
+    `start_timeout_s` begins.
     """
     import uvloop
 
     refuse_unusable_address(settings.host, settings.port, "--host", "--port")
     _refuse_unusable_log_dir(settings)
     settings = prepare_model(settings)
-    with tempfile.TemporaryDirectory(prefix="baton-") as run_dir:
-        return uvloop.run(_main(settings, Path(run_dir), announce))
+    with _run_directory() as run_dir:
+        return uvloop.run(_main(settings, run_dir, announce, say))
 
 
-async def _main(settings: Settings, run_dir: Path, announce: Announce) -> int:
+@contextmanager
+def _run_directory() -> Iterator[Path]:
+    """A directory for the sockets of one run, and for discovery. Raises ConfigError."""
+    try:
+        directory = tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot create a temporary directory ({error.strerror}): set TMPDIR to a directory with free space"
+        ) from None
+    with directory as path:
+        yield Path(path)
+
+
+async def _main(settings: Settings, run_dir: Path, announce: Announce, say: Callable[[str], None]) -> int:
     if settings.runtime.discovery == "file" and not settings.runtime.directory:
         runtime = msgspec.structs.replace(settings.runtime, directory=str(run_dir / "discovery"))
         settings = msgspec.structs.replace(settings, runtime=runtime)
     supervisor = Supervisor(settings, run_dir)
-    stop = stop_on_signals(supervisor.kill)
+
+    def end_at_once() -> None:
+        supervisor.kill()
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+    stop = stop_on_signals(end_at_once)
     try:
-        model = await supervisor.start(stop)
-        if model is not None:
-            announce(model, settings)
+        if await supervisor.start(stop):
+            announce(settings)
             await supervisor.watch(stop)
     finally:
-        await supervisor.stop()
+        await supervisor.stop(say if stop.is_set() else None)
     return 0
 
 
@@ -70,17 +91,18 @@ def _refuse_unusable_log_dir(settings: Settings) -> None:
     if (directory := log_directory(settings)) is not None:
         with _log_errors(directory):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            tempfile.TemporaryFile(dir=directory).close()
+            with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                file.write(bytes(SOME_LOG_BYTES))
 
 
-def _begin_log(settings: Settings, process: str) -> LogFile | None:
-    """Return the log of `process`, empty, or None for standard error. Raises ConfigError."""
+def _begin_log(settings: Settings, process: str) -> ProcessOutput:
+    """Return the output of `process`, with an empty log. Raises ConfigError."""
     if (directory := log_directory(settings)) is None:
-        return None
+        return ProcessOutput(process, StandardError())
     log_file = LogFile(directory / log_name(settings.host, settings.port, process), settings.log_max_bytes)
     with _log_errors(directory):
         log_file.begin()
-    return log_file
+    return ProcessOutput(process, log_file)
 
 
 @contextmanager
@@ -99,23 +121,22 @@ class Supervisor:
 
     def __init__(self, settings: Settings, run_dir: Path) -> None:
         self._settings = settings
-        self._logs: list[LogFile] = []
+        self._awaited = ""
         base = to_environment(settings)
 
         def process(number: int, spec: ProcessSpec) -> Process:
-            log_file = _begin_log(settings, spec.name)
-            if log_file is not None:
-                self._logs.append(log_file)
+            output = _begin_log(settings, spec.name)
             # Numbered, because the path of a socket has to be short.
             socket_path = run_dir / f"{number}.sock"
-            return Process(spec.name, spec.command, {**base, **spec.variables}, socket_path, log_file)
+            variables = {**base, **spec.variables, PROCESS_NAME: f"{settings.port}/{spec.name}"}
+            return Process(spec.name, spec.command, variables, socket_path, output)
 
         specs = build_process_specs(settings, cores=len(os.sched_getaffinity(0)))
         self._frontend = process(0, ProcessSpec("frontend", {}, "frontend"))
         self._workers = [process(number, spec) for number, spec in enumerate(specs, 1)]
 
-    async def start(self, stop: asyncio.Event) -> str | None:
-        """Start all processes; return the name of the model when it is served, or None if `stop` is set before.
+    async def start(self, stop: asyncio.Event) -> bool:
+        """Start all processes; return True when a request has been answered, False if `stop` is set before.
 
         Raises ConfigError or EngineDead with the exit reason of a process that cannot start, or with what prevents it.
         """
@@ -134,24 +155,33 @@ class Supervisor:
         if not starting.done():
             starting.cancel()
             if stop.is_set():
-                return None
-            raise EngineDead(f"the start took longer than {self._settings.start_timeout_s:g} s")
-        return starting.result()
+                return False
+            raise EngineDead(
+                f"the start took longer than {self._settings.start_timeout_s:g} s, waiting for {self._awaited};"
+                " raise --start-timeout-s if it needs more"
+            )
+        starting.result()
+        return True
 
     async def watch(self, stop: asyncio.Event) -> None:
         """Restart processes that exit or hang, until `stop` is set. Raises EngineDead if it cannot any more."""
         limits = self._settings.stall_timeout_s, self._settings.start_timeout_s
-        supervision = [keep_running(process, *limits) for process in (self._frontend, *self._workers)]
-        await run_until(stop, [*supervision, _rotate_forever(self._logs)])
+        await run_until(stop, [keep_running(process, *limits) for process in (self._frontend, *self._workers)])
 
-    async def stop(self) -> None:
+    async def stop(self, say: Callable[[str], None] | None) -> None:
         """Drain the workers, then stop the frontend. A process that does not exit in time is killed.
 
-        Once the workers have exited, all streams have ended: the frontend only sends the rest to its clients.
+        `say` gets lines about what is waited for. Once the workers have exited, all streams have ended: the frontend
+        only sends the rest to its clients.
         """
         limit_s = self._settings.drain_timeout_s + STOP_MARGIN_S
+        processes = (*self._workers, self._frontend)
+        reporting = asyncio.create_task(report_stop(processes, self._settings.drain_timeout_s, say)) if say else None
         await asyncio.gather(*(self._stop_process(process, limit_s) for process in self._workers))
         await self._stop_process(self._frontend, min(limit_s, FRONTEND_STOP_S))
+        if reporting is not None:
+            reporting.cancel()
+            await asyncio.wait([reporting])
         for process in (self._frontend, *self._workers):
             process.close()
 
@@ -160,9 +190,14 @@ class Supervisor:
         for process in (self._frontend, *self._workers):
             process.send_signal(signal.SIGKILL)
 
-    async def _all_ready(self, processes: list[Process]) -> str:
+    async def _all_ready(self, processes: list[Process]) -> None:
+        self._awaited = "its processes"
         await asyncio.gather(*(self._ready_or_raise(process) for process in processes))
-        return await wait_for_model(self._settings)
+        endpoint, names = OwnEndpoint(self._settings), self._settings.served_names
+        self._awaited = f"the frontend to list {', '.join(names)}"
+        await wait_for_models(endpoint, names)
+        self._awaited = "the answer to a first request"
+        await send_first_request(endpoint, self._settings)
 
     async def _ready_or_raise(self, process: Process) -> None:
         ended = asyncio.ensure_future(process.wait())
@@ -186,14 +221,3 @@ class Supervisor:
             log.error("%s did not exit within %g s (%s); killing it", process.name, limit_s, process.exit_reason())
             process.send_signal(signal.SIGKILL)
             await process.wait()
-
-
-async def _rotate_forever(logs: list[LogFile]) -> None:
-    """Keep logs bounded. One that cannot be rotated is tried again: logs are no reason to stop serving."""
-    while True:
-        await asyncio.sleep(ROTATE_INTERVAL_S)
-        for each in logs:
-            try:
-                await asyncio.to_thread(each.rotate)
-            except OSError as error:
-                log.warning("cannot rotate a log: %s", error)

@@ -4,12 +4,14 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from baton.cli.ctl import ctl
 from baton.control.http.command_table import COMMAND_PATHS
 from baton.control.http.token_file import published_token
+from baton.control.process_entries import published_entry, read_entries
 from baton.protocol.commands import (
     Command,
     FromDisk,
@@ -88,6 +90,47 @@ def test_a_worker_is_named_by_port_address_or_url(form: str) -> None:
             assert (await run(form.format(port=harness.server.port), "status")).exit_code == 0
 
     run_bounded(main())
+
+
+def test_a_worker_is_found_by_its_name(tmp_path: Path) -> None:
+    directory, cache = tmp_path / "baton" / "processes", {"XDG_CACHE_HOME": str(tmp_path)}
+
+    async def main() -> None:
+        async with running_worker() as harness:
+            with published_entry(directory, "8000/worker-0", f"http://127.0.0.1:{harness.server.port}"):
+                for name in ("worker-0", "8000/worker-0"):
+                    assert (await run(name, "status", **cache)).exit_code == 0
+                listed = (await run("list", **cache)).stdout.splitlines()
+                assert listed[0].split() == ["NAME", "ROLE", "MODEL", "STATE", "REQUESTS", "ADDRESS"]
+                assert listed[1].split()[0] == "8000/worker-0"
+                assert listed[1].split()[-1] == f"http://127.0.0.1:{harness.server.port}"
+                unknown = await run("worker-1", "status", **cache)
+                assert (unknown.exit_code, "8000/worker-0" in unknown.stderr) == (2, True)
+
+    run_bounded(main())
+
+
+def test_workers_of_several_deployments_with_one_name_are_told_apart(tmp_path: Path) -> None:
+    directory, cache = tmp_path / "baton" / "processes", {"XDG_CACHE_HOME": str(tmp_path)}
+
+    async def main() -> None:
+        async with running_worker() as harness:
+            url = f"http://127.0.0.1:{harness.server.port}"
+            with published_entry(directory, "8000/worker-0", url):
+                other = msgspec.structs.replace(read_entries(directory)[0], name="8001/worker-0")
+                (directory / "other.json").write_bytes(msgspec.json.encode(other))
+                several = await run("worker-0", "status", **cache)
+                assert several.exit_code == 2
+                assert "8000/worker-0 or 8001/worker-0" in " ".join(several.stderr.split())
+                assert (await run("8001/worker-0", "status", **cache)).exit_code == 0
+
+    run_bounded(main())
+
+
+def test_without_workers_the_list_says_so(tmp_path: Path) -> None:
+    result = CliRunner().invoke(ctl, ["list"], env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert (result.exit_code, result.stdout) == (0, "no worker of this user runs on this machine\n")
+    assert CliRunner().invoke(ctl, ["9090"]).exit_code == 2
 
 
 @pytest.mark.parametrize(

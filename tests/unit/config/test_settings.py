@@ -39,6 +39,13 @@ def test_flags_come_before_environment_before_file_before_defaults(tmp_path: Pat
     assert settings.router == "round-robin"
 
 
+@pytest.mark.parametrize("text", ["name: a, b,,a", "name: [a, b]", "name: [a, b, a]"])
+def test_a_model_may_have_several_names(tmp_path: Path, text: str) -> None:
+    settings = load({}, {}, file_with(tmp_path, text))
+    assert settings.served_names == ("a", "b")
+    assert load({}, to_environment(settings), None) == settings
+
+
 @pytest.mark.parametrize("text", ["true", "1", "True"])
 def test_a_switch_is_read_from_the_environment(text: str) -> None:
     assert load({}, {"BATON_ECHO_FAULTS": text}, None).echo.faults is True

@@ -28,6 +28,7 @@ def record(
         completion_tokens=3,
         first_output_s=first_output_s,
         duration_s=0.2,
+        model="mine",
         trace_id="abc",
     )
 
@@ -165,4 +166,4 @@ def test_a_request_has_one_line_at_info_and_a_probe_none(caplog: pytest.LogCaptu
         metrics.finished(record(role="canary"))
     [line] = caplog.messages
     assert line.startswith("me.1 aggregated failed error=engine_failed")
-    assert line.endswith("trace=abc client=-")
+    assert line.endswith("model=mine trace=abc client=-")

@@ -125,6 +125,7 @@ def test_preparing_a_model_is_idempotent(directory: Path) -> None:
 def test_the_torch_engine_embeds_with_encoder_models(directory: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
+    (directory / "model.safetensors").touch()
     prepared = prepare_model(msgspec.structs.replace(Settings(), engine="torch", model=str(directory)))
     assert embeds(prepared)
 

@@ -1,12 +1,15 @@
-"""Logs of processes are private, bounded, kept for one more run, and read from their end."""
+"""Logs of processes are private, bounded, kept for one more run, and no reason to stop when the disk is full."""
 
+import logging
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from baton.topology.log_file import LogFile, log_name
+from baton.topology.log_file import LogFile, ProcessOutput, log_name
+
+LINE = b"2026-03-01 11:59:59,001 INFO baton.request r-%d completed\n"
 
 
 def mode(path: Path) -> int:
@@ -19,32 +22,24 @@ def test_a_log_is_readable_by_its_user_only(tmp_path: Path) -> None:
     log.begin()
     assert (mode(path.parent), mode(path)) == (0o700, 0o600)
     path.chmod(0o644)
-    with log.open() as file:
-        file.write(b"more than ten bytes")
-    assert mode(path) == 0o600, "a file of an earlier version is closed to others"
-    log.rotate()
-    assert mode(log.previous) == 0o600
+    log.write(b"more than ten bytes")
+    assert mode(path) == mode(log.previous) == 0o600, "a file of an earlier version is closed to others"
 
 
 def test_a_log_that_is_a_link_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
     (tmp_path / "a.log").symlink_to(target)
     with pytest.raises(OSError):
-        LogFile(tmp_path / "a.log", 10).open()
+        LogFile(tmp_path / "a.log", 10).begin()
     assert not target.exists()
 
 
-def test_a_log_that_is_too_long_is_moved_under_the_process_that_writes_it(tmp_path: Path) -> None:
+def test_a_log_that_is_full_is_moved_and_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     log = LogFile(path, 10)
-    with log.open() as process:
-        for text in (b"0123456789", b"x", b"first", b"and more than ten"):
-            process.write(text)
-            process.flush()
-            log.rotate()
-        process.write(b"last")
-        process.flush()
-    assert log.previous.read_bytes() == b"firstand more than ten"
+    for text in (b"0123456789", b"first", b"12345", b"last"):
+        log.write(text)
+    assert log.previous.read_bytes() == b"first12345"
     assert path.read_bytes() == b"last"
 
 
@@ -56,24 +51,64 @@ def test_the_log_of_the_last_run_is_kept(tmp_path: Path) -> None:
     assert (path.read_bytes(), log.previous.read_text()) == (b"", "last run")
 
 
-@pytest.mark.parametrize(("content", "line"), [(b"", ""), (b"one\ntwo\n", "two"), (b"one\n\xff\n\n", "\ufffd")])
-def test_the_last_line_is_found(content: bytes, line: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    path.write_bytes(content)
-    assert LogFile(path, 10).last_line() == line
+def written(output: ProcessOutput, *texts: bytes) -> None:
+    """Write `texts` as a process does, and wait until they are in the log."""
+    descriptor = output.open()
+    for text in texts:
+        os.write(descriptor, text)
+    os.close(descriptor)
+    output.join(10)
 
 
-def test_the_last_line_of_a_log_larger_than_memory_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    with path.open("wb") as file:
-        file.seek(1 << 40)
-        file.write(b"\nthe end\n")
-    assert LogFile(path, 10).last_line() == "the end"
+@pytest.mark.parametrize(
+    ("texts", "line"),
+    [((), ""), ((b"one\ntwo\n",), "two"), ((b"one\ntw", b"o"), "two"), ((LINE % 1,), "r-1 completed")],
+)
+def test_the_last_line_of_a_process_is_known(texts: tuple[bytes, ...], line: str, tmp_path: Path) -> None:
+    output = ProcessOutput("one", LogFile(tmp_path / "a.log", 1000))
+    written(output, *texts)
+    assert output.last_line() == line
 
 
-def test_the_last_line_of_a_log_that_was_removed_is_empty(tmp_path: Path) -> None:
-    assert LogFile(tmp_path / "a.log", 10).last_line() == ""
-    assert not os.listdir(tmp_path)
+def test_everything_that_a_process_writes_is_in_its_log_in_order(tmp_path: Path) -> None:
+    output = ProcessOutput("one", LogFile(tmp_path / "a.log", 1 << 20))
+    written(
+        output, b"".join(LINE % number for number in range(500)), b'{"level": "ERROR", "target": "t", "message": "m"}\n'
+    )
+    lines = (tmp_path / "a.log").read_bytes().splitlines(keepends=True)
+    assert lines[:500] == [LINE % number for number in range(500)]
+    assert lines[500].endswith(b" ERROR t m\n")
+
+
+def test_a_log_on_a_full_disk_is_dropped_reported_once_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full")
+
+    class Disk:
+        """A log on a disk that is full until somebody frees space."""
+
+        path = full
+
+        def write(self, lines: bytes) -> None:
+            with self.path.open("ab", buffering=0) as file:
+                file.write(lines)
+
+    disk = Disk()
+    output = ProcessOutput("worker-0", disk)
+    with caplog.at_level(logging.ERROR):
+        written(output, LINE % 1, LINE % 2)
+        written(output, LINE % 3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot write the log of worker-0 (No space left on device); its lines are dropped"
+    ]
+    disk.path = tmp_path / "a.log"
+    written(output, LINE % 4)
+    counted, last = disk.path.read_bytes().splitlines(keepends=True)
+    assert counted.endswith(b"3 lines could not be written here\n")
+    assert last == LINE % 4
 
 
 def test_instances_on_one_port_and_different_hosts_have_logs_of_their_own() -> None:

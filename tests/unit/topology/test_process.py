@@ -11,14 +11,19 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.testing import eventually, run_bounded
-from baton.topology.log_file import LogFile
+from baton.topology.log_file import LogFile, ProcessOutput
 from baton.topology.process import Process
+from baton.topology.supervision import keep_running
+
+
+def output_in(directory: Path) -> ProcessOutput:
+    return ProcessOutput("one", LogFile(directory / "one.log", 1 << 20))
 
 
 @pytest.mark.process
 def test_cancelled_start_keeps_track_of_the_process(tmp_path: Path) -> None:
     async def body() -> None:
-        process = Process("one", "--version", {}, tmp_path / "one.sock", LogFile(tmp_path / "one.log", 1 << 20))
+        process = Process("one", "--version", {}, tmp_path / "one.sock", output_in(tmp_path))
         try:
             for turns in range(6):
                 starting = asyncio.create_task(process.start(10))
@@ -28,6 +33,30 @@ def test_cancelled_start_keeps_track_of_the_process(tmp_path: Path) -> None:
                 await asyncio.gather(starting, return_exceptions=True)
                 assert await process.wait() == 0, "the process is tracked and can be awaited"
         finally:
+            process.close()
+
+    run_bounded(body(), 60)
+
+
+@pytest.mark.process
+def test_a_process_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        process = Process("one", "--version", {}, tmp_path / "one.sock", output_in(tmp_path))
+        await process.start(10)
+        # The operating system refuses to start a program with a variable that is longer than 128 KiB.
+        monkeypatch.setenv("MUCH", "x" * 200_000)
+        keeping = asyncio.create_task(keep_running(process, 10, 10))
+        try:
+            await eventually(lambda: "cannot start one: " in caplog.text)
+            monkeypatch.delenv("MUCH")
+            await eventually(lambda: process.pid is not None)
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
             process.close()
 
     run_bounded(body(), 60)
@@ -54,7 +83,7 @@ def process_with_a_child(tmp_path: Path, command: str) -> Iterator[Process]:
         command,
         {"PYTHONPATH": str(package.parent)},
         tmp_path / "one.sock",
-        LogFile(tmp_path / "one.log", 1 << 20),
+        output_in(tmp_path),
     )
     try:
         yield process
@@ -100,6 +129,6 @@ def test_a_path_that_is_too_long_for_a_socket_is_a_config_error(tmp_path: Path) 
 
     async def body() -> None:
         with pytest.raises(ConfigError, match="TMPDIR"):
-            Process("one", "--version", {}, directory / "one.sock", None)
+            Process("one", "--version", {}, directory / "one.sock", output_in(tmp_path))
 
     run_bounded(body())

@@ -229,7 +229,7 @@ class Runner:
         useful = options.max_running * -(-self.context // self.block)
         blocks = min(useful, int(available_bytes(self.device) * options.kv_memory_fraction) // block_bytes)
         if blocks < 1:
-            raise ConfigError("there is no memory left for the KV cache; lower --torch-context or --torch-max-running")
+            raise ConfigError("there is no memory left for the KV cache; lower --context-length or --torch-max-running")
         return blocks
 
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dynamo import _core
 
 from baton.config.runtime import RuntimeOptions
-from baton.errors import EngineDead
+from baton.errors import ConfigError, EngineDead
 from baton.ports.runtime import ModelCard
 from baton.runtimes.dynamo.frontend_log import FrontendLog
+from baton.runtimes.dynamo.inotify import explain
 from baton.runtimes.dynamo.listener import reserved_port, set_nodelay
 from baton.runtimes.dynamo.model_cards import DynamoModelCards
 from baton.runtimes.dynamo.port_guard import PortGuard
@@ -89,7 +90,7 @@ class DynamoFrontend:
         self._served = asyncio.ensure_future(_core.run_input(self._runtime.raw, "http", engine))
         while not set_nodelay(self._port):
             if self._served.done():
-                raise EngineDead(f"the frontend cannot listen on {HOST}:{self._port}")
+                raise ConfigError(self._problem(self._served.exception()))
             await asyncio.sleep(0.01)
         self._guard = PortGuard(self._port)
 
@@ -106,6 +107,10 @@ class DynamoFrontend:
     def cards(self) -> list[ModelCard]:
         """Return the card of each process at the model endpoints that is registered now and serves clients."""
         return [] if self._model_cards is None else self._model_cards.cards()
+
+    def _problem(self, error: BaseException | None) -> str:
+        reason = f" ({explain(error)})" if error is not None else ""
+        return f"the frontend cannot listen on {HOST}:{self._port}{reason}"
 
     async def wait(self) -> None:
         """Wait until the frontend ends by itself, which is a failure."""

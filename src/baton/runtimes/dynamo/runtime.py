@@ -2,11 +2,13 @@
 
 import asyncio
 import functools
+import hashlib
 import logging
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -25,6 +27,7 @@ from baton.runtimes.dynamo.context import DynamoContext
 from baton.runtimes.dynamo.environment import environment
 from baton.runtimes.dynamo.errors import to_runtime
 from baton.runtimes.dynamo.event_sockets import event_sockets
+from baton.runtimes.dynamo.inotify import explain
 from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.publishers import KvEventPublisher, LoadPublisher
 from baton.runtimes.dynamo.response_writer import ResponseWriter, Sender
@@ -154,8 +157,13 @@ def _finish(end: asyncio.Future[None], error: BaseException) -> None:
 class DynamoEndpoint:
     """See `Endpoint`."""
 
-    def __init__(self, raw: _core.Endpoint, server: _RequestServer) -> None:
+    def __init__(
+        self, raw: _core.Endpoint, server: _RequestServer, serve_name: Callable[[str], Awaitable["DynamoEndpoint"]]
+    ) -> None:
+        """Serve. `serve_name` serves the same at an endpoint for another name of the model: one has one card only."""
         self._raw = raw
+        self._serve_name = serve_name
+        self._other_names: dict[str, DynamoEndpoint] = {}
         self._registered = True
         self._card: ModelCard | None = None
         self._adapters: set[str] = set()
@@ -173,18 +181,28 @@ class DynamoEndpoint:
     @property
     def is_registered(self) -> bool:
         """See `Endpoint.is_registered`."""
+        return self._is_discovered and all(other.is_registered for other in self._other_names.values())
+
+    @property
+    def _is_discovered(self) -> bool:
         return self._discovered is not None and self.instance_id in self._discovered.instance_ids()
 
     async def until_registered(self) -> None:
         """Wait until discovery has this instance. Raises what serving failed with."""
         self._discovered = await self._raw.client()
-        while not self.is_registered:
+        while not self._is_discovered:
             if self.served.done():
                 self.served.result()
             await asyncio.sleep(0.005)
 
     async def register_model(self, card: ModelCard) -> None:
         """See `Endpoint.register_model`."""
+        await self._register_card(card)
+        for name in card.other_names:
+            other = self._other_names[name] = await self._serve_name(name)
+            await other.register_model(msgspec.structs.replace(card, name=name, other_names=()))
+
+    async def _register_card(self, card: ModelCard) -> None:
         self.server.checks = _checks(card)
         try:
             await self._register(card)
@@ -200,8 +218,8 @@ class DynamoEndpoint:
         """See `Endpoint.register_adapter`."""
         if self._card is None:
             raise Cancelled("the model is not registered")
-        if name == self._card.name:
-            raise InvalidRequest(f"name: {name!r} is the name of the model")
+        if name == self._card.name or name in self._other_names:
+            raise InvalidRequest(f"name: {name!r} is a name of the model")
         if name not in self._adapters:
             await self._register(self._card, name)
             self._adapters.add(name)
@@ -237,6 +255,8 @@ class DynamoEndpoint:
             self._load_publisher.publish(reading)
         elif self._kv_publisher is not None:
             self._kv_publisher.publish(reading)
+        for other in self._other_names.values():  # routers read the events of one endpoint
+            other.publish(reading)
 
     async def aclose(self) -> None:
         """End running requests and stop publishing. Takes `SHUTDOWN_TIMEOUT_S` at most."""
@@ -250,6 +270,8 @@ class DynamoEndpoint:
 
     async def deregister(self) -> None:
         """See `Endpoint.deregister`."""
+        for other in self._other_names.values():
+            await other.deregister()
         if self._registered:
             self._registered = False
             await self._raw.unregister_endpoint_instance()
@@ -259,13 +281,15 @@ class DynamoEndpoint:
         if not self._registered:
             self._registered = True
             await self._raw.register_endpoint_instance()
+        for other in self._other_names.values():
+            await other.register()
 
     async def restore(self) -> None:
         """See `Runtime.restore`. The model and the event channels are entries of their own, which are lost too."""
-        if self._registered and not self.is_registered:
+        if self._registered and not self._is_discovered:
             await self._raw.register_endpoint_instance()
             if self._card is not None:
-                await self.register_model(self._card)
+                await self._register_card(self._card)
                 for adapter in sorted(self._adapters):
                     await self._register(self._card, adapter)
 
@@ -306,7 +330,7 @@ class DynamoRuntime:
         """See `Runtime.start`."""
         options = self._options
         if options.discovery == "file":
-            discovery_directory(options).mkdir(parents=True, exist_ok=True)
+            _make_directory(discovery_directory(options))
         refuse_unusable_address(options.bind, 0, "--runtime-bind", "--runtime-bind")
         await check_services(options)
         self._start_broker()
@@ -330,8 +354,13 @@ class DynamoRuntime:
 
     async def serve(self, path: str, service: Service[Req, Rep]) -> DynamoEndpoint:
         """See `Runtime.serve`."""
-        raw = self.raw.endpoint(path)
-        endpoint = DynamoEndpoint(raw, _RequestServer(service, self._reader_stall_timeout_s, self._cancel_grace_s))
+
+        async def serve_name(name: str) -> DynamoEndpoint:
+            # The same on every worker, whatever the order of its names.
+            return await self.serve(f"{path}-{hashlib.sha256(name.encode()).hexdigest()[:12]}", service)
+
+        server = _RequestServer(service, self._reader_stall_timeout_s, self._cancel_grace_s)
+        endpoint = DynamoEndpoint(self.raw.endpoint(path), server, serve_name)
         self._endpoints.append(endpoint)
         try:
             async with asyncio.timeout(SERVE_TIMEOUT_S):
@@ -339,7 +368,7 @@ class DynamoRuntime:
         except TimeoutError:
             raise ConfigError(f"this process was not registered in discovery within {SERVE_TIMEOUT_S:g} s") from None
         except Exception as error:
-            raise ConfigError(f"cannot serve: {_explain(error)}") from error
+            raise ConfigError(f"cannot serve: {explain(error)}") from error
         return endpoint
 
     async def client(self, path: str, kv_block_size: int | None = None) -> DynamoClient:
@@ -348,7 +377,7 @@ class DynamoRuntime:
         try:
             client = await endpoint.client()
         except Exception as error:
-            raise ConfigError(f"cannot watch {path} in discovery: {_explain(error)}") from error
+            raise ConfigError(f"cannot watch {path} in discovery: {explain(error)}") from error
         self._clients.append(client)
         if kv_block_size is None:
             return DynamoClient(client)
@@ -389,14 +418,13 @@ class DynamoRuntime:
                 log.warning("%d endpoints did not end within %g s", len(pending), SHUTDOWN_TIMEOUT_S)
 
 
-def _explain(error: Exception) -> str:
-    """Return the runtime's message, with the remedy where the message does not name it."""
-    if "Too many open files" in str(error):
-        return (
-            f"{error}: discovery by files watches its directory once for each endpoint; raise"
-            " fs.inotify.max_user_instances (sysctl), or use --runtime-discovery etcd"
-        )
-    return str(error)
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot create {directory} for discovery ({error.strerror}); choose another with --runtime-directory"
+        ) from None
 
 
 def _model_type(card: ModelCard) -> _core.ModelType:

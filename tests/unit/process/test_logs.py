@@ -1,0 +1,40 @@
+"""What a process logs, and what it does when nothing can be written."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import logging, sys, time
+from baton.process.logs import start_logging
+
+start_logging("info")
+log = logging.getLogger("one")
+{body}
+print("still here", flush=True)
+"""
+
+
+def run(body: str, stderr: int | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(body=body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if stderr is None else stderr,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.process
+def test_a_process_whose_log_is_on_a_full_disk_goes_on() -> None:
+    with open("/dev/full", "wb") as full:
+        done = run("for number in range(3): log.warning('%d', number)", full.fileno())
+    assert "still here" in done.stdout
+
+
+@pytest.mark.process
+def test_lines_are_written_in_order_however_many_there_are() -> None:
+    done = run("for number in range(2000): log.info('number %d', number)")
+    assert [int(line.rsplit(" ", 1)[1]) for line in done.stderr.splitlines()] == list(range(2000))
