@@ -21,12 +21,12 @@ def stop(serve: Serve) -> float:
     return time.monotonic() - began
 
 
-def test_half_a_request_does_not_hold_it_up_for_long(start: Callable[..., Serve]) -> None:
+def test_half_a_request_does_not_hold_it_up(start: Callable[..., Serve]) -> None:
     serve = start(Serve, "--router", "kv", workers=2)
     with socket.create_connection(("127.0.0.1", serve.port)) as connection:
         connection.sendall(HALF)
         assert stop(serve) < 25
-    assert "frontend did not exit within 10 s" in serve.process.output.read_text()
+    assert "did not exit" not in serve.process.output.read_text()
 
 
 def test_a_frozen_worker_is_killed_and_named(start: Callable[..., Serve]) -> None:

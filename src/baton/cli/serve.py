@@ -6,7 +6,7 @@ import click
 
 from baton.cli.settings_options import settings_command
 from baton.config.directories import log_directory
-from baton.config.settings import Settings
+from baton.config.settings import Settings, open_endpoint_warning
 
 
 def _serve(settings: Settings) -> int:
@@ -30,6 +30,8 @@ def _print_ready(model: str, settings: Settings) -> None:
     logs = log_directory(settings) or "standard error"
     click.echo(f"Serving {model} on {address} with {describe_workers(settings)}  (logs: {logs})\n\nTry it:\n")
     click.echo(f"  curl {address}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'\n")
+    if (warning := open_endpoint_warning(settings)) is not None:
+        click.echo(f"Warning: {warning}\n")
     if settings.prefill:
         click.echo(f"Add a worker while it serves:\n\n  {add_worker_command(settings)}\n")
     sys.stdout.flush()

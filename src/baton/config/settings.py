@@ -376,6 +376,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.control == "on" or (self.control == "auto" and (guarded or is_loopback(self.system_host)))
 
 
+def open_endpoint_warning(settings: Settings) -> str | None:
+    """Return a warning if other hosts can use the models without a key, else None."""
+    if is_loopback(settings.host) or settings.api_key or settings.api_key_file:
+        return None
+    return (
+        f"everybody who reaches {settings.host} port {settings.port} can use the models: set --api-key-file, or"
+        " --host 127.0.0.1"
+    )
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches `host`."""
     try:

@@ -94,6 +94,12 @@ class ClientConnection(asyncio.Protocol):
         """Whether no complete head of a request has arrived that is not answered."""
         return self._exchange is None and self._reading is Reading.HEAD and not self._queue
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether the client is still to get something."""
+        waiting = self._transport is not None and self._transport.get_write_buffer_size() > 0
+        return self._exchange is not None or waiting
+
     def expire(self) -> None:
         """The deadline has passed: say so to a client within a request, and close."""
         if self._transport is None:

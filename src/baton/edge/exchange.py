@@ -123,8 +123,11 @@ class Exchange:
             return
         if (connection := self._edge.pool.take()) is not None:
             self.on_connected(connection)
-        else:
+        elif self._edge.pool.open < self._edge.limits.max_exchanges:
             self._connecting = self._edge.pool.connect(self)
+        else:
+            message = "the server has no connection left for this request; try again"
+            self._refuse(Problem(status=503, message=message, code="overloaded", retry_after_s=1))
 
     def cancel(self) -> None:
         """The client has left: cancel the request at the frontend. Nothing is called after this."""

@@ -7,8 +7,10 @@ import msgspec
 MIB = 1 << 20
 RESERVED_FILES = 256
 """Descriptors for discovery, workers, logs and the model's files."""
-FILES_PER_EXCHANGE = 2
-"""Descriptors of a running exchange beside its client's: both ends of a connection to the frontend."""
+MOST_FILES = 1 << 20
+FILES_PER_CLIENT = 2
+FILES_PER_EXCHANGE = 4
+"""Descriptors of an exchange: its client's, both ends of a connection to the frontend, and one of the runtime."""
 
 
 class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,13 +30,21 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     linger_timeout_s: float = 2.0
     """How long a refused client may go on sending before its connection is closed."""
     max_connections: int = 1000
+    max_exchanges: int = 500
 
 
-def connection_limit() -> int:
-    """Raise the process's limit of open files as far as it may be, and return how many clients may connect."""
+def edge_limits(body_bytes: int) -> EdgeLimits:
+    """Raise the process's limit of open files as far as it may be, and return the limits that it allows.
+
+    Half of the files are for clients. A quarter of that many exchanges can run; further requests get a 503.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    available = max(64, hard - RESERVED_FILES)
-    # Half of the descriptors for clients, so that the exchanges of a third of them can run.
-    return available // 2
+    files = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    available = max(64, files - RESERVED_FILES)
+    return EdgeLimits(
+        body_bytes=body_bytes,
+        max_connections=available // FILES_PER_CLIENT,
+        max_exchanges=available // FILES_PER_EXCHANGE // 2,
+    )

@@ -70,7 +70,11 @@ class Edge:
         self._loop = asyncio.get_running_loop()
         self._set_date()
         self._server = await self._loop.create_server(
-            lambda: ClientConnection(self), sock=listener, backlog=BACKLOG, ssl=self._tls
+            lambda: ClientConnection(self),
+            sock=listener,
+            backlog=BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=self.limits.head_timeout_s if self._tls is not None else None,
         )
         self.start_task(self._tick())
         self.start_task(self._watch_models())
@@ -86,6 +90,8 @@ class Edge:
     async def aclose(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait up to `timeout_s` until the clients have read their answers, then close everything."""
         self.drain()
+        for connection in [each for each in self._connections if not each.is_answering]:
+            connection.abort()
         if self._connections:
             self._all_closed.clear()
             with suppress(TimeoutError):

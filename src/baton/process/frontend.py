@@ -7,11 +7,11 @@ from pathlib import Path
 
 from baton.config.directories import control_directory
 from baton.config.load import control_token, listed
-from baton.config.settings import Settings, is_loopback
+from baton.config.settings import Settings, open_endpoint_warning
 from baton.control.http.token_file import generate_token, published_token
 from baton.edge.access import Access, ApiKeys, KeyLimits
 from baton.edge.counts import EdgeCounts
-from baton.edge.limits import MIB, EdgeLimits, connection_limit
+from baton.edge.limits import MIB, edge_limits
 from baton.edge.models import KnownModels
 from baton.edge.own_routes import own_routes
 from baton.edge.public_routes import public_routes
@@ -48,6 +48,7 @@ async def _main(settings: Settings) -> int:
         settings.migrations,
         settings.drain_timeout_s,
         backend_timeout_s=settings.request_timeout_s + settings.drain_timeout_s,
+        body_limit_mb=settings.body_limit_mb,
         model_endpoints=[f"{settings.namespace}.{component}.generate" for component in _MODEL_COMPONENTS],
     )
     given = control_token(settings)
@@ -88,7 +89,7 @@ def build_edge(settings: Settings, pool: UpstreamPool, token: str, frontend: Dyn
         pool,
         Access(keys, token, frozenset(listed(settings.cors_origins))),
         KnownModels([settings.name] if settings.name else [], settings.start_timeout_s),
-        EdgeLimits(body_bytes=settings.body_limit_mb * MIB, max_connections=connection_limit()),
+        edge_limits(settings.body_limit_mb * MIB),
         RouteTable(public_routes(own_routes(frontend, counts))),
         tls_context(settings.tls_certificate, settings.tls_key),
         frontend.take_reason,
@@ -103,10 +104,6 @@ def _published(edge: Edge, token: str) -> AbstractContextManager[None]:
 def _report(settings: Settings) -> None:
     scheme = "https" if settings.tls_certificate else "http"
     log.info("listening on %s://%s:%d", scheme, settings.host, settings.port)
-    if not is_loopback(settings.host) and not (settings.api_key or settings.api_key_file):
-        log.warning(
-            "everybody who reaches %s port %d can use the models: set --api-key-file, or --host 127.0.0.1",
-            settings.host,
-            settings.port,
-        )
+    if (warning := open_endpoint_warning(settings)) is not None:
+        log.warning("%s", warning)
     notify("READY=1")

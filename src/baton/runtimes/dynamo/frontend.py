@@ -30,6 +30,7 @@ class DynamoFrontend:
         migrations: int,
         drain_timeout_s: float,
         backend_timeout_s: float,
+        body_limit_mb: int,
         model_endpoints: Sequence[str] = (),
     ) -> None:
         """Prepare. `model_endpoints` are those of the processes whose models `cards` returns."""
@@ -48,6 +49,8 @@ class DynamoFrontend:
             "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(max(1, round(drain_timeout_s))),
             # Requests that name a LoRA adapter go only to workers that have it.
             "DYN_LORA_ENABLED": str(selects_by_adapter).lower(),
+            # The edge has checked a body; what it changes in it may make it larger.
+            "DYN_HTTP_BODY_LIMIT_MB": str(2 * body_limit_mb),
             # The last resort for a worker that hangs.
             "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": str(max(1, round(backend_timeout_s))),
         }
