@@ -88,6 +88,11 @@ def test_chat_answers(cluster: Cluster) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (13, 20)
 
 
+def test_models_have_capabilities_by_every_discovery(cluster: Cluster) -> None:
+    (model,) = cluster.client().models.list()
+    assert model.capabilities["chat"] is True
+
+
 def test_processes_announce_the_address_that_reaches_etcd(cluster: Cluster, settings: dict[str, str]) -> None:
     expected = "::1" if "[::1]" in settings["BATON_RUNTIME_ETCD"] else "127.0.0.1"
     wildcards = {"::", "0.0.0.0"}  # of the event plane
