@@ -14,7 +14,7 @@ PARALLEL := --numprocesses $(JOBS) --dist loadfile
 # Left to `make test-all`.
 LONG := faults or fuzz or soak or slow
 
-.PHONY: serve unit test test-all test-long test-sglang check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers reliability machine clean
+.PHONY: serve unit test test-all test-long test-sglang check docs bench bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router bench-engine-peers reliability machine clean
 
 serve: $(SERVING)
 	$(BIN)/baton serve $(ARGS)
@@ -48,7 +48,10 @@ check: $(DEVELOPMENT)
 docs: $(DEVELOPMENT)
 	$(BIN)/python -m tools.generate_docs
 
-bench: bench-path bench-engine bench-disagg bench-handlers bench-router
+bench: bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router
+
+bench-edge: $(DEVELOPMENT)
+	$(BIN)/python -m bench.edge $(ARGS)
 
 bench-path: $(DEVELOPMENT)
 	$(BIN)/python -m bench.path $(ARGS)
