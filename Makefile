@@ -14,7 +14,7 @@ PARALLEL := --numprocesses $(JOBS) --dist loadfile
 # Left to `make test-all`.
 LONG := faults or fuzz or soak or slow
 
-.PHONY: serve unit test test-all test-long test-sglang test-lm-eval check docs bench bench-path bench-engine bench-disagg bench-handlers bench-router bench-engine-peers reliability machine clean
+.PHONY: serve unit test test-all test-long test-clients test-sglang test-lm-eval check docs bench bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router bench-engine-peers reliability machine clean
 
 serve: $(SERVING)
 	$(BIN)/baton serve $(ARGS)
@@ -25,12 +25,17 @@ unit: $(DEVELOPMENT)
 		tests/unit tests/contract/test_engine_echo.py tests/contract/test_runtime_memory.py $(ARGS)
 
 test: check machine
-	$(BIN)/python -m pytest $(PARALLEL) -m "not ($(LONG))" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not ($(LONG) or clients)" $(ARGS)
 
-test-all: test test-long test-sglang test-lm-eval
+test-all: test test-long test-clients test-sglang test-lm-eval
 
 test-long: $(DEVELOPMENT) machine
 	$(BIN)/python -m pytest $(PARALLEL) -m "$(LONG)" $(ARGS)
+
+# Real clients of the OpenAI and Anthropic APIs, in environments of their own (1 GB).
+test-clients: $(DEVELOPMENT) machine
+	PYTHON=$(PYTHON) scripts/clients/install.sh .venv-clients
+	$(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 # Against the real SGLang, on the CPU, in an environment of its own (3 GB).
 test-sglang:
@@ -53,7 +58,10 @@ check: $(DEVELOPMENT)
 docs: $(DEVELOPMENT)
 	$(BIN)/python -m tools.generate_docs
 
-bench: bench-path bench-engine bench-disagg bench-handlers bench-router
+bench: bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router
+
+bench-edge: $(DEVELOPMENT)
+	$(BIN)/python -m bench.edge $(ARGS)
 
 bench-path: $(DEVELOPMENT)
 	$(BIN)/python -m bench.path $(ARGS)

@@ -115,7 +115,7 @@ def role_of(argv: Sequence[str]) -> str:
     names = {name.rpartition(".")[2] for name in argv}
     if any(name.endswith("worker") for name in names):
         return "worker"
-    if names & {"frontend", "reference_frontend", "fastapi_server"}:
+    if names & {"frontend", "bare_frontend", "reference_frontend", "fastapi_server"}:
         return "frontend"
     return "other"
 

@@ -196,9 +196,9 @@ class System:
         )
         return _fetch(request)
 
-    def get(self, path: str) -> tuple[int, str]:
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, str]:
         """Return the status and the body of the answer to a GET."""
-        return _fetch(urllib.request.Request(self.url + path))
+        return _fetch(urllib.request.Request(self.url + path, headers=dict(headers or {})))
 
     def open(self, path: str, body: Mapping[str, object], receive_buffer: int | None = None) -> socket.socket:
         """Post `body` and return the connection, with nothing read from it."""
