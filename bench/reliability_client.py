@@ -177,6 +177,14 @@ def _parse_whole(text: bytes, complete: bool) -> Received:
     return Received(200, choice["text"], 0, choice["finish_reason"] == "length")
 
 
+def _status(error: dict[str, object]) -> int:
+    """Return the status of an error within a stream: some servers give it, OpenAI's errors have a type."""
+    code = error.get("code")
+    if isinstance(code, int):
+        return code
+    return 503 if error.get("type") == "server_error" else 400
+
+
 def _parse_stream(text: str) -> Received:
     said, error, ended = "", 0, False
     for line in text.split("\n")[:-1]:  # the last line may be cut
@@ -184,7 +192,7 @@ def _parse_stream(text: str) -> Received:
             continue
         chunk = json.loads(line.removeprefix("data: "))
         if "error" in chunk:
-            error = chunk["error"]["code"]
+            error = _status(chunk["error"])
             continue
         for choice in chunk["choices"]:
             said += choice["text"]

@@ -59,7 +59,7 @@ class DeadlineExceeded(BatonError):
     """The request exceeded its deadline."""
 
     code = "deadline_exceeded"
-    status = 503
+    status = 504
 
 
 class ReaderStalled(BatonError):

@@ -21,12 +21,19 @@ import pytest
 
 from baton.transfer import wire
 from tests.doubles.tiny_models import make_tiny_model
-from tests.e2e.harness import Cluster, Process, Serve, System, eventually
+from tests.e2e.harness import Cluster, Process, Serve, System, error_in, eventually
 
 MODEL = "tiny"
 COMPLETIONS = "/v1/completions"
 PIDFD_GETFD = 438
 DEADLINE_S = 90  # what the workers are told
+# Of the errors within a stream, by their codes.
+STATUSES = {
+    "internal": 500,
+    "engine_failed": 500,
+    "deadline_exceeded": 504,
+    "service_unavailable": 503,
+} | dict.fromkeys(("overloaded", "paused", "draining", "peer_lost", "engine_stalled", "engine_dead"), 503)
 BOUND_S = DEADLINE_S + 10.0  # what the clients see, at the latest
 # Nothing is found in a cache, so that all KV is handed over, in many parts; and what differs by rounding is far apart.
 EXACT = (
@@ -116,8 +123,7 @@ def ask(system: System, question: Question, stream: bool) -> Answer:
 
 def _read_whole(status: int, content: str) -> tuple[str, bool, int, str]:
     if status != 200:
-        code = json.loads(content)["code"] if content else status
-        return "", False, code, content
+        return "", False, status, str(error_in(content)["message"])
     [choice] = json.loads(content)["choices"]
     return choice["text"], choice["finish_reason"] == "length", 0, ""
 
@@ -128,7 +134,7 @@ def _read_stream(status: int, content: str) -> tuple[str, bool, int, str]:
     for event in events[:-1]:
         chunk = json.loads(event)
         if "error" in chunk:
-            code, problem = chunk["error"]["code"], chunk["error"]["message"]
+            code, problem = STATUSES[chunk["error"]["code"]], chunk["error"]["message"]
             continue
         parts += [choice["text"] for choice in chunk["choices"]]
         reasons += [choice["finish_reason"] for choice in chunk["choices"] if choice.get("finish_reason")]

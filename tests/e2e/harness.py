@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import openai
 import psutil
@@ -424,6 +424,14 @@ def _fetch(request: urllib.request.Request) -> tuple[int, str]:
 def fetch(url: str, body: bytes | None = None) -> tuple[int, str]:
     """Post `body` to `url`, or get it if there is none; return the status and the body of the answer."""
     return _fetch(urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}))
+
+
+def error_in(text: str) -> dict[str, Any]:
+    """Return the error in the body of an answer or in the data of an event, which has the shape of OpenAI."""
+    error: dict[str, Any] = json.loads(text)["error"]
+    assert set(error) == {"message", "type", "param", "code"}, text
+    assert error["message"], text
+    return error
 
 
 def events(text: str) -> Iterator[tuple[str, str]]:

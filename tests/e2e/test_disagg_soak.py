@@ -23,7 +23,7 @@ pytest.importorskip("torch")
 
 from tests.doubles.tiny_models import make_tiny_model
 from tests.e2e.disagg import PREFILL, Reading, difference, seconds_until_free
-from tests.e2e.harness import Serve
+from tests.e2e.harness import Serve, error_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -218,7 +218,7 @@ def judged(asked: Ask, status: int, text: str) -> str:
     """Return what kind of answer it is; fail if it is not one that this request may get."""
     if status == 400:
         assert asked.bad
-        assert json.loads(text)["message"]
+        assert error_in(text)
         return "refused"
     assert status == 200
     if asked.body["stream"]:
@@ -228,7 +228,7 @@ def judged(asked: Ask, status: int, text: str) -> str:
         chunks = [json.loads(part) for part in parts]
         errors = [chunk["error"] for chunk in chunks if "error" in chunk]
         if asked.bad:
-            assert [error["code"] for error in errors] == [400]
+            assert [error["type"] for error in errors] == ["invalid_request_error"]
             return "refused in a stream"
         assert not errors, "an error in the stream"
         choices = [choice for chunk in chunks for choice in chunk["choices"]]

@@ -18,7 +18,7 @@ from baton.config.directories import cache_directory  # noqa: E402
 from baton.config.settings import Settings  # noqa: E402
 from baton.errors import ConfigError  # noqa: E402
 from baton.models.demo import DEMOS, prepare_demo  # noqa: E402
-from tests.e2e.harness import Cluster, Serve, eventually  # noqa: E402
+from tests.e2e.harness import Cluster, Serve, error_in, eventually  # noqa: E402
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -141,7 +141,7 @@ def test_a_text_that_just_fits_is_embedded(serve: Serve) -> None:
 def test_a_wrong_request_is_a_400_that_says_why(serve: Serve, body: dict[str, Any], words: str) -> None:
     status, text = serve.post("/v1/embeddings", {"model": "minilm", **body})
     assert status == 400
-    assert words in json.loads(text)["message"]
+    assert words in error_in(text)["message"]
 
 
 def test_only_what_the_model_is_for_is_served(serve: Serve) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.e2e.harness import Serve, echoed, events, eventually
+from tests.e2e.harness import Serve, echoed, error_in, events, eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -119,7 +119,7 @@ def test_what_is_over_the_limit_is_refused_until_there_is_room(small: Serve, str
     with small.open(CHAT, body("one", 20_000, stream=True)), small.open(CHAT, body("two", 20_000)):
         eventually(lambda: small.load()["in_flight"] == 2, what="the worker is full")
         status, text = small.post(CHAT, body("three", 4, stream=stream))
-        assert (status, json.loads(text)["code"]) == (503, 503)
+        assert (status, error_in(text)["type"]) == (503, "server_error")
         assert small.load()["in_flight"] == 2
     small.assert_quiet()
     status, text = small.post(CHAT, body("four", 4, stream=stream))
@@ -137,7 +137,7 @@ def test_requests_that_do_not_fit_into_the_cache_wait_for_room(start: Callable[.
     assert texts == [echoed(prompt, 80) for prompt in prompts]
     status, text = serve.post(CHAT, body("too much", 200))
     assert status == 400
-    assert "KV blocks" in json.loads(text)["message"]
+    assert "KV blocks" in error_in(text)["message"]
     serve.assert_quiet()
     serve.stop()
 

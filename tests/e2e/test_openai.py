@@ -219,7 +219,7 @@ def test_completion_logprobs_are_aligned_with_the_tokens(serve: Serve) -> None:
         serve.client().completions.create(model="echo", prompt="Hello", max_tokens=3, logprobs=2).choices[0].logprobs
     )
     assert logprobs.tokens == ["H", "e", "l"]
-    assert logprobs.text_offset == []  # see docs/known-issues.md
+    assert logprobs.text_offset == [0, 1, 2]
     assert logprobs.token_logprobs == [0.0] * 3
     assert logprobs.top_logprobs == [{"H": 0.0, "I": -1.0}, {"e": 0.0, "f": -1.0}, {"l": 0.0, "m": -1.0}]
 
@@ -275,12 +275,3 @@ def test_a_stream_is_server_sent_events_that_end_with_done(serve: Serve) -> None
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     assert all(json.loads(line)["object"] == "chat.completion.chunk" for line in lines[:-1])
-
-
-@tokens_only
-def test_the_schema_that_the_frontend_serves_lacks_the_fields_that_matter(serve: Serve) -> None:
-    # So the fuzz test brings its own (see docs/known-issues.md).
-    status, text = serve.get("/openapi.json")
-    assert status == 200
-    body = json.loads(text)["paths"]["/v1/chat/completions"]["post"]["requestBody"]
-    assert '"messages"' not in json.dumps(body["content"]["application/json"]["schema"])

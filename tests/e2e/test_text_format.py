@@ -1,12 +1,11 @@
 """What is different for workers that accept text; what is the same is in `test_openai.py`."""
 
-import json
 from collections.abc import Callable, Iterator
 
 import openai
 import pytest
 
-from tests.e2e.harness import Serve, eventually
+from tests.e2e.harness import Serve, error_in, eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -89,7 +88,7 @@ def refused(serve: Serve, path: str, change: dict[str, object], word: str, strea
     good = {"messages": HELLO} if path == CHAT else {"prompt": "Hello"}
     status, text = serve.post(path, {"model": "echo", "max_tokens": 4, "stream": stream, **good, **change})
     assert status == 400, text
-    assert word.lower() in json.loads(text)["message"].lower()
+    assert word.lower() in error_in(text)["message"].lower()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -127,7 +126,7 @@ def faulty(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
 def test_a_request_that_the_engine_fails_is_an_error(faulty: Serve) -> None:
     body = {"model": "echo", "messages": [{"role": "user", "content": "[[fail:5]] please"}], "max_tokens": 20}
     status, text = faulty.post(CHAT, body)
-    assert (status, json.loads(text)["code"]) == (500, 500)
+    assert (status, error_in(text)["type"]) == (500, "server_error")
     with pytest.raises(openai.APIError):
         list(faulty.client().chat.completions.create(**body, stream=True))
     faulty.assert_quiet()
@@ -136,7 +135,7 @@ def test_a_request_that_the_engine_fails_is_an_error(faulty: Serve) -> None:
 def test_a_request_past_its_deadline_is_an_error(faulty: Serve) -> None:
     body = {"model": "echo", "messages": HELLO, "max_tokens": 10_000}
     status, text = faulty.post(CHAT, body)
-    assert (status, json.loads(text)["code"]) == (503, 503)
+    assert (status, error_in(text)["type"]) == (503, "server_error")
     with pytest.raises(openai.APIError):
         list(faulty.client().chat.completions.create(**body, stream=True))
     faulty.assert_quiet()

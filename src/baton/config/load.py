@@ -319,3 +319,28 @@ def control_token(settings: Settings) -> str:
     if not token:
         raise ConfigError(f"--control-token-file {settings.control_token_file} is empty")
     return token
+
+
+def read_api_keys(file: Path) -> list[str]:
+    """Return the keys in `file`, one per line; lines that begin with # are comments. Raises ConfigError."""
+    try:
+        lines = [line.strip() for line in file.expanduser().read_text().splitlines()]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot read --api-key-file {file}: {error}") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"--api-key-file {file} has no key")
+    return keys
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Return the parts of a comma-separated setting."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def an_api_key(settings: Settings) -> str | None:
+    """Return one of the API keys, None if none is needed. Raises ConfigError."""
+    given = listed(settings.api_key)
+    if not given and settings.api_key_file:
+        given = tuple(read_api_keys(Path(settings.api_key_file)))
+    return given[0] if given else None

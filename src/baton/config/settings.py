@@ -23,6 +23,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 Port = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 
 _SERVE = {"commands": ("serve",)}
+_WORK_FRONT = {"commands": ("serve", "worker", "frontend")}
 _FRONT = {"commands": ("serve", "frontend")}
 _WORK = {"commands": ("serve", "worker")}
 _ROUTE = {"commands": ("serve", "router")}
@@ -139,6 +140,49 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ""
     host: Annotated[str, _about("Address that the OpenAI endpoint listens on.", _FRONT)] = "127.0.0.1"
     port: Annotated[Port, _about("Port of the OpenAI endpoint.", _FRONT)] = 8000
+    api_key: Annotated[
+        str,
+        _about(
+            "Comma-separated API keys, one of which requests must carry (Authorization: Bearer, or x-api-key). Empty,"
+            " and no --api-key-file: none is needed. Visible in process lists; prefer --api-key-file.",
+            _FRONT,
+        ),
+    ] = ""
+    api_key_file: Annotated[
+        str,
+        _about("File with an API key per line; lines with # are comments. Read again when it changes.", _FRONT),
+    ] = ""
+    key_requests_per_minute: Annotated[
+        int,
+        Meta(ge=0),
+        _about("Requests that each API key may send per minute; further ones get 429. 0: any number.", _FRONT),
+    ] = 0
+    key_max_concurrency: Annotated[
+        int,
+        Meta(ge=0),
+        _about("Requests that each API key may have in progress; further ones get 429. 0: any number.", _FRONT),
+    ] = 0
+    tls_certificate: Annotated[
+        str, _about("PEM file with the certificate chain of the OpenAI endpoint. Empty: no TLS.", _FRONT)
+    ] = ""
+    tls_key: Annotated[str, _about("PEM file with the private key of --tls-certificate.", _FRONT)] = ""
+    cors_origins: Annotated[
+        str,
+        _about(
+            "Comma-separated origins of web pages that may call the OpenAI endpoint, such as https://chat.example.com;"
+            " * for all. Empty: none.",
+            _FRONT,
+        ),
+    ] = ""
+    body_limit_mb: Annotated[
+        int,
+        Meta(ge=1, le=1024),
+        _about(
+            "MiB that the body of a request may have; larger ones get 413. Raise it for several large images in one"
+            " request.",
+            _FRONT,
+        ),
+    ] = 32
     router: Annotated[
         RouterName,
         _about(
@@ -221,12 +265,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     control_token: Annotated[
         str,
         _about(
-            "Bearer token that control API requests must carry. Empty: generated, and found by `baton ctl` of the same"
-            " user on this machine. Visible in process lists; prefer --control-token-file.",
-            _WORK,
+            "Bearer token that requests to the control API, and to the admin routes of the frontend, must carry. Empty:"
+            " generated, and found by `baton ctl` of the same user on this machine. Visible in process lists; prefer"
+            " --control-token-file.",
+            _WORK_FRONT,
         ),
     ] = ""
-    control_token_file: Annotated[str, _about("File that contains the control API token.", _WORK)] = ""
+    control_token_file: Annotated[str, _about("File that contains the control API token.", _WORK_FRONT)] = ""
     command_timeout_s: Annotated[
         Seconds,
         _about(
@@ -328,10 +373,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def accepts_commands(self) -> bool:
         """Whether a worker offers the control API."""
         guarded = bool(self.control_token or self.control_token_file)
-        return self.control == "on" or (self.control == "auto" and (guarded or _is_loopback(self.system_host)))
+        return self.control == "on" or (self.control == "auto" and (guarded or is_loopback(self.system_host)))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

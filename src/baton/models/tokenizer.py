@@ -32,6 +32,15 @@ class HubTokenizer:
         """Return the text of a whole prompt, including special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
+    def encode_with(self, text: str, special_tokens: bool) -> list[int]:
+        """Return the tokens of `text`, with those that the tokenizer adds around a text if `special_tokens`."""
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
+        return encoding.ids
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return the entries of the vocabulary for these tokens, None for a token that it does not have."""
+        return [self._tokenizer.id_to_token(token) for token in token_ids]
+
     def decoder(self) -> "HubDecoder":
         """See `Tokenizer.decoder`."""
         return HubDecoder(self._tokenizer)

@@ -1,17 +1,34 @@
-"""The frontend process: the OpenAI endpoint, until it is stopped."""
+"""The frontend process: the runtime's frontend on loopback, and the edge on the public address, until it is stopped."""
 
 import asyncio
 import logging
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
-from baton.config.settings import Settings
+from baton.config.directories import control_directory
+from baton.config.load import control_token, listed
+from baton.config.settings import Settings, is_loopback
+from baton.control.http.token_file import generate_token, published_token
+from baton.edge.access import Access, ApiKeys, KeyLimits
+from baton.edge.counts import EdgeCounts
+from baton.edge.limits import MIB, EdgeLimits, connection_limit
+from baton.edge.models import KnownModels
+from baton.edge.own_routes import own_routes
+from baton.edge.public_routes import public_routes
+from baton.edge.routes import RouteTable
+from baton.edge.server import Edge, tls_context
+from baton.edge.upstream import UpstreamPool
 from baton.errors import BatonError, EngineDead
 from baton.process.service_process import unless_stopped
 from baton.process.signals import stop_on_signals
-from baton.runtimes.dynamo.frontend import DynamoFrontend
+from baton.runtimes.dynamo.frontend import HOST, DynamoFrontend
 from baton.runtimes.dynamo.routing import router_config, selects_by_adapter
 from baton.status.sd_notify import notify, send_heartbeats
 
 log = logging.getLogger(__name__)
+
+# The components of the processes that register models for clients: workers, and global routers.
+_MODEL_COMPONENTS = ("worker", "decode", "router")
 
 
 def run_frontend(settings: Settings) -> int:
@@ -26,27 +43,70 @@ async def _main(settings: Settings) -> int:
     frontend = DynamoFrontend(
         settings.runtime,
         settings.namespace,
-        settings.host,
-        settings.port,
         router_config(settings),
         selects_by_adapter(settings),
         settings.migrations,
         settings.drain_timeout_s,
         backend_timeout_s=settings.request_timeout_s + settings.drain_timeout_s,
+        model_endpoints=[f"{settings.namespace}.{component}.generate" for component in _MODEL_COMPONENTS],
     )
+    given = control_token(settings)
+    token = given or generate_token()
+    pool = UpstreamPool(HOST)
+    edge = build_edge(settings, pool, token, frontend)
     heartbeat = asyncio.create_task(send_heartbeats(stop.set), name="heartbeat")
     try:
         await frontend.start()
-        log.info("listening on http://%s:%d", settings.host, settings.port)
-        notify("READY=1")
-        if await unless_stopped(stop, frontend.wait()) and not stop.is_set():
-            raise EngineDead("the frontend has ended by itself")
+        pool.port = frontend.port
+        await edge.start(settings.host, settings.port)
+        with nullcontext() if given else _published(edge, token):
+            _report(settings)
+            if await unless_stopped(stop, frontend.wait()) and not stop.is_set():
+                raise EngineDead("the frontend has ended by itself")
     except BatonError as error:
         if error.code == "config":
             raise
         log.critical("%s", error.message)
         return 1
     finally:
+        edge.drain()
         await frontend.stop()
+        await edge.aclose()
         heartbeat.cancel()
     return 0
+
+
+def build_edge(settings: Settings, pool: UpstreamPool, token: str, frontend: DynamoFrontend) -> Edge:
+    """Return the edge for these settings. Raises ConfigError."""
+    limits = KeyLimits(
+        requests_per_minute=settings.key_requests_per_minute, max_concurrency=settings.key_max_concurrency
+    )
+    file = Path(settings.api_key_file).expanduser() if settings.api_key_file else None
+    keys = ApiKeys(listed(settings.api_key), file, limits)
+    counts = EdgeCounts()
+    return Edge(
+        pool,
+        Access(keys, token, frozenset(listed(settings.cors_origins))),
+        KnownModels([settings.name] if settings.name else [], settings.start_timeout_s),
+        EdgeLimits(body_bytes=settings.body_limit_mb * MIB, max_connections=connection_limit()),
+        RouteTable(public_routes(own_routes(frontend, counts))),
+        tls_context(settings.tls_certificate, settings.tls_key),
+        frontend.take_reason,
+        counts,
+    )
+
+
+def _published(edge: Edge, token: str) -> AbstractContextManager[None]:
+    return published_token(control_directory(), edge.address, edge.port, token)
+
+
+def _report(settings: Settings) -> None:
+    scheme = "https" if settings.tls_certificate else "http"
+    log.info("listening on %s://%s:%d", scheme, settings.host, settings.port)
+    if not is_loopback(settings.host) and not (settings.api_key or settings.api_key_file):
+        log.warning(
+            "everybody who reaches %s port %d can use the models: set --api-key-file, or --host 127.0.0.1",
+            settings.host,
+            settings.port,
+        )
+    notify("READY=1")

@@ -162,7 +162,7 @@ class Supervisor:
 
     async def _all_ready(self, processes: list[Process]) -> str:
         await asyncio.gather(*(self._ready_or_raise(process) for process in processes))
-        return await wait_for_model(self._settings.host, self._settings.port)
+        return await wait_for_model(self._settings)
 
     async def _ready_or_raise(self, process: Process) -> None:
         ended = asyncio.ensure_future(process.wait())

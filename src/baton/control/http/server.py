@@ -4,9 +4,7 @@ It starts before everything else and stops last, so its `Subject` is set later.
 """
 
 import asyncio
-import errno
 import logging
-import socket
 from typing import Protocol
 
 import msgspec
@@ -14,6 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from baton import __version__
+from baton.config.listeners import open_listener
 from baton.control.http.command_table import PREFIX
 from baton.control.http.connections import DEFAULT_LIMITS, ConnectionLimits, LimitedConnections
 from baton.control.http.control_api import ControlApi, Controlled, Forbidden
@@ -21,7 +20,6 @@ from baton.control.http.host_check import is_own_host
 from baton.control.http.openapi import document
 from baton.control.http.replies import error_reply, json_reply, reply_of
 from baton.control.http.schemas import Health
-from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +80,7 @@ class SystemServer:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError, naming the flag, if the address cannot be used."""
-        listener = _listener(self._host, self._port)
+        listener = open_listener(self._host, self._port, BACKLOG, "--system-host", "--system-port")
         self._address, self._port = listener.getsockname()[:2]
         self._runner = web.AppRunner(
             self._app(), access_log=None, handle_signals=False, shutdown_timeout=STOP_TIMEOUT_S
@@ -144,26 +142,3 @@ class SystemServer:
 
     async def _openapi(self, _: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(document(__version__)), content_type="application/json")
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the first address of `host`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise _unusable(host, port, error) from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise _unusable(host, port, error) from None
-    return listener
-
-
-def _unusable(host: str, port: int, error: OSError) -> ConfigError:
-    flag = "--system-port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--system-host"
-    return ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}")

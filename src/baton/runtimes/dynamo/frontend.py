@@ -2,36 +2,44 @@
 
 import asyncio
 import os
+from collections.abc import Sequence
 
 from dynamo import _core
 
 from baton.config.runtime import RuntimeOptions
-from baton.errors import ConfigError, EngineDead
-from baton.runtimes.dynamo.listener import refuse_unusable_address, set_nodelay
+from baton.errors import EngineDead
+from baton.ports.runtime import ModelCard
+from baton.runtimes.dynamo.frontend_log import FrontendLog
+from baton.runtimes.dynamo.listener import reserved_port, set_nodelay
+from baton.runtimes.dynamo.model_cards import DynamoModelCards
 from baton.runtimes.dynamo.runtime import DynamoRuntime
+
+HOST = "127.0.0.1"
 
 
 class DynamoFrontend:
-    """One OpenAI endpoint over every worker in discovery."""
+    """One OpenAI endpoint over every worker in discovery, on a loopback port that it chooses. The edge is in front."""
 
     def __init__(
         self,
         options: RuntimeOptions,
         namespace: str,
-        host: str,
-        port: int,
         router: _core.RouterConfig,
         selects_by_adapter: bool,
         migrations: int,
         drain_timeout_s: float,
         backend_timeout_s: float,
+        model_endpoints: Sequence[str] = (),
     ) -> None:
+        """Prepare. `model_endpoints` are those of the processes whose models `cards` returns."""
         self._namespace = namespace
-        self._host = host
-        self._port = port
+        self._model_endpoints = model_endpoints
+        self._model_cards: DynamoModelCards | None = None
+        self._port = 0
         self._router = router
         self._drain_timeout_s = drain_timeout_s
         self._migrations = migrations
+        self._log = FrontendLog(shows_debug="debug" in options.log or "trace" in options.log)
         self._environment = {
             # A stream that fails before its first token gets a real HTTP status instead of a 200.
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "200",
@@ -44,29 +52,44 @@ class DynamoFrontend:
         self._runtime = DynamoRuntime(options, subscribes=True)
         self._served: asyncio.Future[None] | None = None
 
+    @property
+    def port(self) -> int:
+        """The loopback port it listens on, after `start`."""
+        return self._port
+
     async def start(self, timeout_s: float = 30.0) -> None:
-        """Listen. On return the port accepts connections. Raises ConfigError when the address cannot be used."""
-        refuse_unusable_address(self._host, self._port, "--host", "--port")
+        """Listen. On return the port accepts connections."""
         os.environ.update(self._environment)
+        self._log.open()
         await self._runtime.start()
+        try:
+            async with asyncio.timeout(timeout_s):
+                with reserved_port(HOST) as self._port:
+                    await self._listen()
+            self._model_cards = DynamoModelCards(self._runtime.raw, self._model_endpoints)
+        except TimeoutError:
+            raise EngineDead(f"the frontend did not listen within {timeout_s:g} s") from None
+
+    async def _listen(self) -> None:
         arguments = _core.EntrypointArgs(
             _core.EngineType.Dynamic,
-            http_host=self._host,
+            http_host=HOST,
             http_port=self._port,
             router_config=self._router,
             migration_limit=self._migrations,
             namespace=self._namespace,
+            enable_anthropic_api=True,
         )
-        try:
-            async with asyncio.timeout(timeout_s):
-                engine = await _core.make_engine(self._runtime.raw, arguments)
-                self._served = asyncio.ensure_future(_core.run_input(self._runtime.raw, "http", engine))
-                while not set_nodelay(self._port):
-                    if self._served.done():
-                        raise ConfigError(f"the frontend cannot listen on {self._host}:{self._port}")
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            raise EngineDead(f"the frontend did not listen within {timeout_s:g} s") from None
+        engine = await _core.make_engine(self._runtime.raw, arguments)
+        self._served = asyncio.ensure_future(_core.run_input(self._runtime.raw, "http", engine))
+        while not set_nodelay(self._port):
+            if self._served.done():
+                raise EngineDead(f"the frontend cannot listen on {HOST}:{self._port}")
+            await asyncio.sleep(0.01)
+
+    def cards(self) -> list[ModelCard]:
+        """Return the card of each process at the model endpoints that is registered now and serves clients."""
+        return [] if self._model_cards is None else self._model_cards.cards()
 
     async def wait(self) -> None:
         """Wait until the frontend ends by itself, which is a failure."""
@@ -75,7 +98,15 @@ class DynamoFrontend:
 
     async def stop(self) -> None:
         """Let running streams finish, for up to `drain_timeout_s`, then end."""
+        if self._model_cards is not None:
+            self._model_cards.close()
+            self._model_cards = None
         await self._runtime.shutdown()
         if self._served is not None:
             # The runtime waits as long for a connection with half a request as for one with a stream.
             await asyncio.wait([self._served], timeout=self._drain_timeout_s)
+        self._log.close()
+
+    def take_reason(self, request_id: str) -> str | None:
+        """Return why the request with this `x-request-id` has failed, None if that is not known. Forgets it."""
+        return self._log.take_reason(request_id)

@@ -8,6 +8,8 @@ descriptor of this process by its port.
 import errno
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -23,6 +25,18 @@ def refuse_unusable_address(host: str, port: int, host_flag: str, port_flag: str
     except OSError as error:
         flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}") from None
+
+
+@contextmanager
+def reserved_port(host: str) -> Iterator[int]:
+    """Yield a free port that no other process can take within the block, while the runtime can listen on it.
+
+    Two sockets may be bound to one port as long as both allow it (SO_REUSEADDR) and neither listens.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, 0))
+        yield int(reserved.getsockname()[1])
 
 
 def set_nodelay(port: int) -> bool:

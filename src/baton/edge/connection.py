@@ -1,0 +1,433 @@
+"""One connection of a client: its requests, one after the other, and their answers.
+
+    waiting ──► head ──► body ──► exchange ──► waiting        (keep-alive)
+                 │         │         └───────► closed
+                 └─────────┴──► refused ──► lingering ──► closed
+
+Requests that arrive while an exchange runs are parsed and wait. What is not valid HTTP, or could be read in two ways,
+is refused and the connection closed; the parser decides that.
+"""
+
+import asyncio
+import enum
+import math
+from typing import TYPE_CHECKING, cast
+
+import httptools
+
+from baton.edge.access import Client
+from baton.edge.errors import Problem, error_answer
+from baton.edge.exchange import Exchange
+from baton.edge.heads import assign_id
+from baton.edge.messages import Answer, Headers, Request, answer_head, request_head
+
+if TYPE_CHECKING:
+    from baton.edge.server import Edge
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+_UPGRADE_HEADERS = frozenset((b"upgrade", b"connection", b"http2-settings"))
+_SMALL_BODY = 64 * 1024
+"""A body of up to this size is read even if its request is refused, so that the connection can be kept."""
+
+
+class Reading(enum.Enum):
+    """What the next bytes of the client are."""
+
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    NOTHING = enum.auto()
+
+
+class ClientConnection(asyncio.Protocol):
+    """The edge's end of one client's connection."""
+
+    __slots__ = (
+        "_admitted",
+        "_body",
+        "_body_bytes",
+        "_chunked",
+        "_client_sends",
+        "_edge",
+        "_exchange",
+        "_head_bytes",
+        "_last_request",
+        "_owes_continue",
+        "_parser",
+        "_paused_reading",
+        "_paused_writing",
+        "_queue",
+        "_reading",
+        "_request",
+        "_skips_body",
+        "_transport",
+        "deadline",
+    )
+
+    def __init__(self, edge: "Edge") -> None:
+        self._edge = edge
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._reading = Reading.HEAD
+        self._request: Request | None = None
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._head_bytes = 0
+        self._queue: list[Request] = []
+        self._exchange: Exchange | None = None
+        self._admitted: Client | None = None
+        self._owes_continue = False
+        self._client_sends = True
+        self._paused_reading = False
+        self._paused_writing = False
+        self._last_request = False
+        self._chunked = False
+        self._skips_body = False
+        self.deadline = math.inf
+        """When the connection is closed unless something happens before, in the time of the event loop."""
+
+    @property
+    def awaits_head(self) -> bool:
+        """Whether no complete head of a request has arrived that is not answered."""
+        return self._exchange is None and self._reading is Reading.HEAD and not self._queue
+
+    def expire(self) -> None:
+        """The deadline has passed: say so to a client within a request, and close."""
+        if self._transport is None:
+            return
+        if self._exchange is not None or self._request is None or self._reading is Reading.NOTHING:
+            self.abort()
+            return
+        part = "head" if self._reading is Reading.HEAD else "body"
+        self._refuse_rest(
+            Problem(status=408, message=f"the {part} of the request took too long", code="request_timeout")
+        )
+
+    def close_when_idle(self) -> None:
+        """Close the connection after the request in progress, or now without one."""
+        self._last_request = True
+        if self.awaits_head and self._request is None and self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # The transport's callbacks.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._set_deadline(self._edge.limits.head_timeout_s)
+        if not self._edge.add(self):
+            message = "the server has no connection left; try again"
+            self._refuse_rest(Problem(status=503, message=message, code="overloaded", retry_after_s=1))
+
+    def data_received(self, data: bytes) -> None:
+        if self._reading is Reading.NOTHING:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            if not isinstance(cause, RefusedHead):
+                raise
+            self._refuse_rest(cause.problem)
+        except httptools.HttpParserError as error:
+            self._refuse_rest(Problem(status=400, message=f"the request is not valid HTTP: {error}", code="bad_http"))
+        else:
+            self._bound_head(len(data))
+
+    def eof_received(self) -> bool:
+        """Keep the connection for an answer that needs no computing; otherwise the client has left."""
+        self._client_sends = False
+        assert self._transport is not None
+        if self._exchange is not None and not self._exchange.generates and self._transport.can_write_eof():
+            self._last_request = True
+            return True
+        if self._exchange is not None:
+            self.abort()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._edge.remove(self)
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.cancel()
+        self._leave()
+        self._queue.clear()
+        self._transport = None
+        del self._parser  # which refers to this object
+
+    def pause_writing(self) -> None:
+        self._paused_writing = True
+        self._set_deadline(self._edge.limits.stall_timeout_s)
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume_writing(self) -> None:
+        self._paused_writing = False
+        self.deadline = math.inf
+        if self._exchange is not None:
+            self._exchange.resume()
+        else:
+            self._next()
+
+    # The parser's callbacks.
+
+    def on_message_begin(self) -> None:
+        if len(self._queue) >= self._edge.limits.pipelined:
+            raise RefusedHead(Problem(status=400, message="too many requests are sent ahead", code="bad_http"))
+        self._request = Request()
+        self._head_bytes = 0
+        if self._exchange is None:
+            self._set_deadline(self._edge.limits.head_timeout_s)
+
+    def on_url(self, url: bytes) -> None:
+        assert self._request is not None
+        self._request.query += url  # may arrive in parts; split when the head is complete
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        assert self._request is not None
+        self._count_head(len(name) + len(value))
+        if self._reading is Reading.HEAD:  # not a trailer
+            self._request.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        request = self._request
+        assert request is not None
+        self._reading = Reading.BODY
+        self._body_bytes = 0
+        parser = self._parser
+        request.method = parser.get_method().decode("latin-1")
+        request.keep_alive = parser.should_keep_alive()
+        if parser.should_upgrade():
+            return
+        length = self._edge.heads.check(request, request.query, parser.get_http_version())
+        if self._exchange is None:
+            limits = self._edge.limits
+            self._set_deadline(limits.body_timeout_s + (length or 0) / limits.body_bytes_per_s)
+        if request.header(b"expect") is not None:
+            self._expect(request)
+        elif request.problem is not None and (length is None or length > _SMALL_BODY):
+            raise RefusedHead(request.problem)
+
+    def on_body(self, body: bytes) -> None:
+        request = self._request
+        assert request is not None
+        self._body_bytes += len(body)
+        if self._body_bytes > self._edge.limits.body_bytes:
+            raise RefusedHead(self._edge.heads.too_large())
+        if request.problem is None:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        request = self._request
+        assert request is not None
+        if self._parser.should_upgrade():
+            return
+        if self._body:
+            request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            self._body.clear()
+        self._request = None
+        self._owes_continue = False
+        self._reading = Reading.HEAD
+        self._queue.append(request)
+        if self._is_free():
+            self._next()
+        elif self._transport is not None and not self._paused_reading and not self._transport.is_closing():
+            self._paused_reading = True
+            self._transport.pause_reading()
+
+    # What exchanges write: see `Writer`.
+
+    def write_head(self, request: Request, status: int, headers: Headers, length: int | None) -> None:
+        """See `Writer`."""
+        self._edge.counts.answered(request.route, status)
+        if length is not None:
+            headers.append((b"content-length", b"%d" % length))
+        elif request.http11 and status != 204:
+            headers.append((b"transfer-encoding", b"chunked"))
+            self._chunked = True
+        else:
+            self._last_request = True
+        if not request.keep_alive or self._last_request:
+            self._last_request = True
+            headers.append((b"connection", b"close"))
+        self._skips_body = request.method == "HEAD"
+        self._write(answer_head(status, headers + self._edge.answer_headers(request)))
+
+    def write_body(self, data: bytes) -> None:
+        """See `Writer`."""
+        if self._skips_body:
+            return
+        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def write_end(self) -> None:
+        """See `Writer`."""
+        if self._chunked:
+            self._chunked = False
+            if not self._skips_body:
+                self._write(_LAST_CHUNK)
+        self._finish()
+
+    def write_answer(self, request: Request, answer: Answer) -> None:
+        """See `Writer`."""
+        headers: Headers = [*answer.headers]
+        if answer.body:
+            headers.append((b"content-type", answer.content_type))
+        self.write_head(request, answer.status, headers, len(answer.body))
+        if answer.body:
+            self.write_body(answer.body)
+        self._finish()
+
+    def break_off(self) -> None:
+        """See `Writer`."""
+        self._exchange = None
+        if self._transport is not None:
+            self._transport.close()
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def _next(self) -> None:
+        """Start the exchanges of waiting requests, until one of them takes its time."""
+        while self._queue and self._is_free():
+            self.deadline = math.inf
+            self._start(self._queue.pop(0))
+        if self._is_free():
+            self._read_on()
+
+    def _is_free(self) -> bool:
+        """Whether the next request can be answered: none is in progress, and the client reads."""
+        writable = self._transport is not None and not self._transport.is_closing()
+        return writable and self._exchange is None and not self._paused_writing
+
+    def _start(self, request: Request) -> None:
+        route = request.route
+        if request.problem is None and route is not None and route.generates and request.client is not None:
+            request.problem = request.client.admit(self._edge.now())
+            self._admitted = request.client if request.problem is None else None
+        if request.problem is not None or route is None:
+            problem = request.problem or Problem(status=404, message="not found")
+            style = route.style if route is not None else "openai"
+            self.write_answer(request, error_answer(problem, style, request.request_id))
+            return
+        self._exchange = Exchange(self._edge, self, request, route)
+        self._exchange.start()
+
+    def _finish(self) -> None:
+        """The answer is complete: go on to the next request, or close."""
+        waiting = self._exchange is not None
+        self._exchange = None
+        self._leave()
+        if self._last_request:
+            self._close_after_answer()
+        elif waiting:
+            self._next()
+
+    def _read_on(self) -> None:
+        assert self._transport is not None
+        if self._request is None:
+            self._set_deadline(self._edge.limits.idle_timeout_s)
+        elif self._owes_continue:
+            self._owes_continue = False
+            self._write(_CONTINUE)
+        if self._paused_reading:
+            self._paused_reading = False
+            self._transport.resume_reading()
+
+    def _close_after_answer(self) -> None:
+        """Close the connection, after the client has had time to read the answer if it still sends."""
+        self._queue.clear()
+        assert self._transport is not None
+        if self._request is None or not self._client_sends or not self._transport.can_write_eof():
+            self._transport.close()
+            return
+        self._reading = Reading.NOTHING
+        self._transport.write_eof()
+        self._set_deadline(self._edge.limits.linger_timeout_s)
+
+    def _leave(self) -> None:
+        if self._admitted is not None:
+            self._admitted.leave()
+            self._admitted = None
+
+    def _set_deadline(self, after_s: float) -> None:
+        self.deadline = self._edge.now() + after_s
+
+    # Requests that are refused before they are complete.
+
+    def _refuse_rest(self, problem: Problem) -> None:
+        """Answer the request in progress with `problem` when its turn comes, and read nothing after it."""
+        request = self._request or _refused(problem)
+        request.problem = problem
+        request.keep_alive = False
+        if not request.request_id:
+            assign_id(request)
+        self._request = request
+        self._body.clear()
+        self._reading = Reading.NOTHING
+        self._queue.append(request)
+        if self._exchange is None:
+            self._next()
+
+    def _expect(self, request: Request) -> None:
+        """Ask for the body that the client holds back, unless the request is refused without it."""
+        if request.problem is not None:
+            raise RefusedHead(request.problem)
+        if self._exchange is None and not self._queue:
+            self._write(_CONTINUE)
+        else:
+            self._owes_continue = True
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Serve the request as HTTP/1.1. The parser has not read its body: another one reads the request again."""
+        request = self._request
+        assert request is not None
+        if request.method == "CONNECT":
+            self._refuse_rest(Problem(status=405, message="this is no proxy", code="method_not_allowed"))
+            return
+        headers = [header for header in request.headers if header[0] not in _UPGRADE_HEADERS]
+        headers.append((b"connection", b"keep-alive" if request.keep_alive else b"close"))
+        self._parser = httptools.HttpRequestParser(self)
+        self._reading = Reading.HEAD
+        self.data_received(request_head(request.method.encode(), request.query, headers) + rest)
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        assert self._request is not None
+        limits = self._edge.limits
+        if self._head_bytes > limits.head_bytes or len(self._request.headers) >= limits.headers:
+            raise RefusedHead(_head_too_large(limits.head_bytes))
+
+    def _bound_head(self, received: int) -> None:
+        """Bound a head whose single name or value has not ended."""
+        if self._reading is Reading.HEAD and self._request is not None:
+            self._head_bytes += received
+            if self._head_bytes > 2 * self._edge.limits.head_bytes:
+                self._refuse_rest(_head_too_large(self._edge.limits.head_bytes))
+
+
+class RefusedHead(Exception):
+    """Raised in a callback of the parser, to stop it."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def _refused(problem: Problem) -> Request:
+    request = Request()
+    request.problem = problem
+    request.keep_alive = False
+    return request
+
+
+def _head_too_large(limit: int) -> Problem:
+    message = f"the head of the request is larger than {limit} bytes"
+    return Problem(status=431, message=message, code="head_too_large")

@@ -1,0 +1,70 @@
+"""Requests of the edge itself to the frontend."""
+
+import asyncio
+
+from baton.edge.messages import Headers, request_head
+from baton.edge.upstream import UpstreamConnection, UpstreamPool
+from baton.errors import BatonError, PeerLost
+
+TIMEOUT_S = 10.0
+
+
+class Fetch:
+    """One GET with its whole answer."""
+
+    __slots__ = ("_connection", "_done", "_head", "_host", "_parts", "_pool", "_status")
+
+    def __init__(self, pool: UpstreamPool, host: bytes) -> None:
+        self._pool = pool
+        self._host = host
+        self._head = b""
+        self._status = 0
+        self._parts: list[bytes] = []
+        self._connection: UpstreamConnection | None = None
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def get(self, path: str, request_id: str = "") -> tuple[int, bytes]:
+        """Return status and body. Raises BatonError without an answer."""
+        headers = [(b"host", self._host)] + ([(b"x-request-id", request_id.encode())] if request_id else [])
+        self._head = request_head(b"GET", path.encode(), headers)
+        opening = None
+        if (connection := self._pool.take()) is not None:
+            self.on_connected(connection)
+        else:
+            opening = self._pool.connect(self)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._done
+        except TimeoutError:
+            raise PeerLost("the frontend does not answer") from None
+        finally:
+            if opening is not None:
+                opening.cancel()
+            if self._connection is not None:
+                self._connection.abort()
+        return self._status, b"".join(self._parts)
+
+    def on_connected(self, connection: UpstreamConnection) -> None:
+        """See `Opened`."""
+        self._connection = connection
+        connection.send(self, self._head, b"")
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """See `Receiver`."""
+        self._status = status
+
+    def on_data(self, data: bytes) -> None:
+        """See `Receiver`."""
+        self._parts.append(data)
+
+    def on_end(self) -> None:
+        """See `Receiver`."""
+        self._connection = None
+        if not self._done.done():
+            self._done.set_result(None)
+
+    def on_lost(self, error: BatonError) -> None:
+        """See `Receiver` and `Opened`."""
+        self._connection = None
+        if not self._done.done():
+            self._done.set_exception(error)

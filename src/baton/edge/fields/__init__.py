@@ -1,0 +1,1 @@
+"""Every field of the requests that the edge forwards: honoured, translated or refused by name."""

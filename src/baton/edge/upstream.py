@@ -1,0 +1,228 @@
+"""Connections to the frontend: kept alive and used again, each by one exchange at a time.
+
+A response is parsed for its head and its end only. Its body goes to the receiver as it arrives; a receiver that cannot
+take more pauses the connection.
+"""
+
+import asyncio
+import logging
+from typing import Protocol, cast
+
+import httptools
+
+from baton.edge.messages import Headers
+from baton.errors import BatonError, PeerLost
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 10.0
+"""Below the 30 s after which the frontend may close an idle connection, so that no request meets the close."""
+CONNECT_TIMEOUT_S = 5.0
+
+
+class Receiver(Protocol):
+    """What an exchange does with the answer of the frontend. Called in the event loop; never after the end."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """The head of the answer has arrived. Header names are in lower case."""
+
+    def on_data(self, data: bytes) -> None:
+        """Some of the body has arrived."""
+
+    def on_end(self) -> None:
+        """The answer is complete."""
+
+    def on_lost(self, error: BatonError) -> None:
+        """The connection has failed, before or within the answer."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection to the frontend."""
+
+    __slots__ = (
+        "_complete",
+        "_has_head",
+        "_headers",
+        "_keep_alive",
+        "_parser",
+        "_pieces",
+        "_pool",
+        "_receiver",
+        "_transport",
+        "idle_at",
+    )
+
+    def __init__(self, pool: "UpstreamPool") -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._receiver: Receiver | None = None
+        self._headers: Headers = []
+        self._pieces: list[bytes] = []
+        self._has_head = False
+        self._complete = False
+        self._keep_alive = False
+        self.idle_at = 0.0
+
+    def send(self, receiver: Receiver, head: bytes, body: bytes) -> None:
+        """Send a request; `receiver` gets the answer."""
+        assert self._transport is not None
+        self._receiver = receiver
+        self._transport.write(head)
+        if body:
+            self._transport.write(body)
+
+    def abort(self) -> None:
+        """Close the connection at once, which cancels the request at the frontend. The receiver is not called again."""
+        self._receiver = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Stop reading the answer."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    # The transport's callbacks.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        if self._receiver is None:
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(f"the frontend sent an invalid answer: {error}")
+            return
+        self._deliver()
+
+    def eof_received(self) -> None:
+        """Let the transport close."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.forget(self)
+        if self._receiver is not None:
+            self._fail("the frontend closed the connection")
+        del self._parser  # which refers to this object
+
+    def _deliver(self) -> None:
+        """Pass on what one read has brought. The receiver may abort this connection in each call."""
+        if self._headers and self._has_head and self._receiver is not None:
+            headers, self._headers = self._headers, []
+            self._receiver.on_head(self._parser.get_status_code(), headers)
+        if self._pieces:
+            data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._pieces.clear()
+            if self._receiver is not None:
+                self._receiver.on_data(data)
+        if self._complete and self._receiver is not None:
+            receiver, self._receiver = self._receiver, None
+            self._complete = self._has_head = False
+            self._pool.release(self, self._keep_alive)
+            receiver.on_end()
+
+    def _fail(self, message: str) -> None:
+        receiver = self._receiver
+        self.abort()
+        if receiver is not None:
+            receiver.on_lost(PeerLost(message))
+
+    # The parser's callbacks.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._has_head:  # not a trailer
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._has_head = True
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        self._complete = True
+        self._keep_alive = self._parser.should_keep_alive()
+
+
+class UpstreamPool:
+    """The connections to the frontend at one loopback port."""
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        self._host = host
+        self.port = port
+        """Set before the first request."""
+        self._idle: list[UpstreamConnection] = []
+        self._all: set[UpstreamConnection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    @property
+    def open(self) -> int:
+        """The number of open connections."""
+        return len(self._all) + len(self._connecting)
+
+    def take(self) -> UpstreamConnection | None:
+        """Return a connection that nobody uses, None if there is none."""
+        return self._idle.pop() if self._idle else None
+
+    def connect(self, opened: "Opened") -> asyncio.Task[None]:
+        """Open a connection and pass it to `opened`; cancel the task to give it up."""
+        task = asyncio.get_running_loop().create_task(self._connect(opened))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        return task
+
+    def release(self, connection: UpstreamConnection, reusable: bool) -> None:
+        """Take a connection back after a complete answer."""
+        if reusable:
+            connection.idle_at = asyncio.get_running_loop().time()
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """Remove a closed connection."""
+        self._all.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close_idle(self, idle_s: float = IDLE_S) -> None:
+        """Close connections that have not been used for `idle_s`. The oldest are in front."""
+        before = asyncio.get_running_loop().time() - idle_s
+        while self._idle and self._idle[0].idle_at <= before:
+            self._idle.pop(0).abort()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for task in self._connecting:
+            task.cancel()
+        for connection in list(self._all):
+            connection.abort()
+
+    async def _connect(self, opened: "Opened") -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(lambda: UpstreamConnection(self), self._host, self.port)
+        except (OSError, TimeoutError) as error:
+            opened.on_lost(PeerLost(f"cannot connect to the frontend: {error}"))
+            return
+        self._all.add(connection)
+        opened.on_connected(connection)
+
+
+class Opened(Protocol):
+    """Who waits for a connection."""
+
+    def on_connected(self, connection: UpstreamConnection) -> None:
+        """The connection is open."""
+
+    def on_lost(self, error: BatonError) -> None:
+        """It cannot be opened."""

@@ -1,0 +1,192 @@
+"""What becomes of the fields of a request on its way to the frontend."""
+
+import pytest
+
+from baton.edge.errors import FieldError
+from baton.edge.fields.prepare import prepare
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+GOOD: dict[str, dict[str, object]] = {
+    CHAT: {"model": "m", "messages": [{"role": "user", "content": "Hello"}]},
+    COMPLETIONS: {"model": "m", "prompt": "Hello", "max_tokens": 4},
+    EMBEDDINGS: {"model": "m", "input": "Hello"},
+}
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+
+
+def changed(path: str, **fields: object) -> dict[str, object]:
+    """Return what the frontend gets instead of `fields`."""
+    forwarded = prepare(path, {**GOOD[path], **fields})
+    return {name: value for name, value in forwarded.items() if GOOD[path].get(name) != value}
+
+
+def refusal(path: str, body: object) -> FieldError:
+    """Return the error for a body."""
+    with pytest.raises(FieldError) as caught:
+        prepare(path, body)  # type: ignore[arg-type]
+    return caught.value
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_a_body_that_needs_no_change_is_returned_itself(path: str) -> None:
+    assert prepare(path, GOOD[path]) is GOOD[path]
+
+
+def test_a_body_is_not_changed_in_place() -> None:
+    body = {**GOOD[CHAT], "top_p": 0, "user": ""}
+    prepare(CHAT, body)
+    assert body == {**GOOD[CHAT], "top_p": 0, "user": ""}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_values_that_openai_takes_and_the_frontend_does_not(path: str) -> None:
+    assert changed(path, user="", stop=[]) == {}
+    assert changed(path, stop="") == {}
+    assert changed(path, stop=["", "x"]) == {"stop": ["x"]}
+    assert 0 < changed(path, top_p=0)["top_p"] < 0.001  # type: ignore[operator]
+    assert changed(path, n=2, temperature=0) == {"n": 2, "top_k": 1}
+    assert changed(path, n=2, temperature=0.5) == {"n": 2, "temperature": 0.5}
+
+
+def test_a_completion_has_sixteen_tokens_by_default() -> None:
+    body: dict[str, object] = {"model": "m", "prompt": "Hello"}
+    assert prepare(COMPLETIONS, body)["max_tokens"] == 16
+    assert prepare(COMPLETIONS, {**body, "max_tokens": None})["max_tokens"] is None
+
+
+def test_fields_that_ask_for_nothing_are_left_out() -> None:
+    neutral = {
+        "verbosity": "medium",
+        "store": False,
+        "modalities": ["text"],
+        "service_tier": "auto",
+        "prompt_cache_retention": "in_memory",
+        "metadata": {},
+        "audio": None,
+        "safety_identifier": "x",
+        "functions": [],
+        "function_call": "auto",
+    }
+    assert changed(CHAT, **neutral) == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("verbosity", "low"),
+        ("store", True),
+        ("modalities", ["audio"]),
+        ("service_tier", "flex"),
+        ("prompt_cache_retention", "24h"),
+        ("metadata", {"a": "b"}),
+        ("audio", {"voice": "x", "format": "wav"}),
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("web_search_options", {}),
+        ("moderation", {"model": "x"}),
+    ],
+)
+def test_a_field_that_nothing_applies_is_refused_by_name(field: str, value: object) -> None:
+    error = refusal(CHAT, {**GOOD[CHAT], field: value})
+    assert (error.param, error.field_status) == (field, 400)
+    assert f"'{field}'" in error.message
+
+
+def test_a_suffix_is_refused() -> None:
+    assert refusal(COMPLETIONS, {**GOOD[COMPLETIONS], "suffix": "x"}).param == "suffix"
+    assert changed(COMPLETIONS, suffix="") == {}
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "file"])
+def test_a_part_that_the_frontend_drops_is_refused_with_its_place(kind: str) -> None:
+    parts = [{"type": "text", "text": "x"}, {"type": kind, kind: {}}]
+    error = refusal(CHAT, {**GOOD[CHAT], "messages": [{"role": "user", "content": parts}]})
+    assert error.param == "messages[0].content[1].type"
+    assert kind in error.message
+
+
+def test_alternatives_need_logprobs() -> None:
+    assert refusal(CHAT, {**GOOD[CHAT], "top_logprobs": 3}).param == "top_logprobs"
+    assert changed(CHAT, top_logprobs=3, logprobs=True) == {"top_logprobs": 3, "logprobs": True}
+    assert changed(CHAT, top_logprobs=0) == {"top_logprobs": 0}
+
+
+def test_two_limits_are_refused() -> None:
+    error = refusal(CHAT, {**GOOD[CHAT], "max_tokens": 3, "max_completion_tokens": 4})
+    assert error.param == "max_tokens"
+
+
+def test_stream_options_need_a_stream() -> None:
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert refusal(CHAT, {**GOOD[CHAT], "stream_options": options}).param == "stream_options"
+    kept = changed(CHAT, stream=True, stream_options=options)
+    assert kept == {"stream": True, "stream_options": {"include_usage": True}}
+    padded = {**GOOD[CHAT], "stream": True, "stream_options": {"include_obfuscation": True}}
+    assert refusal(CHAT, padded).param == "stream_options.include_obfuscation"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_the_model_gets_the_allowed_tools_only(mode: str) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [TOOLS[1]]}}
+    assert changed(CHAT, tools=TOOLS, tool_choice=choice) == {"tools": [TOOLS[1]], "tool_choice": mode}
+
+
+WRONG = [
+    ({"frobnicate": 1}, "frobnicate", "Unrecognized request argument supplied: frobnicate"),
+    ({"max_tokens": "5"}, "max_tokens", "expected an integer, but got a string instead"),
+    ({"max_tokens": True}, "max_tokens", "expected an integer, but got a boolean instead"),
+    ({"temperature": 2.1}, "temperature", "Expected a value <= 2, but got 2.1 instead"),
+    ({"n": 0}, "n", "integer below minimum value"),
+    ({"stop": 5}, "stop", "expected one of a string or an array, but got an integer instead"),
+    ({"stop": [str(number) for number in range(33)]}, "stop", "maximum length 32, but got one with length 33"),
+    ({"messages": []}, "messages", "empty array"),
+    ({"messages": None}, "messages", "expected an array, but got null instead"),
+    ({"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "Invalid value: 'x'. Supported values are:"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "x"}]}]},
+        "messages[0].content[0].type",
+        "'text', 'image_url'",
+    ),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "Unknown parameter"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type", "Supported values are: 'function'"),
+    ({"tool_choice": {"type": "x"}}, "tool_choice.type", "'function', 'allowed_tools'"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": ""}}},
+        "response_format.json_schema.name",
+        "empty",
+    ),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "above maximum value"),
+]
+
+
+@pytest.mark.parametrize(("change", "param", "words"), WRONG, ids=lambda value: str(value)[:40])
+def test_a_wrong_value_is_refused_in_openais_words(change: dict[str, object], param: str, words: str) -> None:
+    error = refusal(CHAT, {**GOOD[CHAT], **change})
+    assert error.param == param
+    assert words in error.message
+
+
+def test_a_missing_field_is_named() -> None:
+    error = refusal(CHAT, {"model": "m"})
+    assert (error.param, error.message) == ("messages", "Missing required parameter: 'messages'.")
+
+
+def test_a_body_that_is_no_object_is_refused() -> None:
+    assert "expected an object, but got an array" in refusal(CHAT, [1]).message
+
+
+@pytest.mark.parametrize(("path", "field"), [(COMPLETIONS, "prompt"), (EMBEDDINGS, "input")])
+def test_a_list_of_unlike_items_is_refused(path: str, field: str) -> None:
+    assert refusal(path, {**GOOD[path], field: ["x", 5]}).param == f"{field}[1]"
+    assert refusal(path, {**GOOD[path], field: [-1]}).param == f"{field}[0]"
+    assert refusal(path, {**GOOD[path], field: []}).param == field
+    for good in (["x", "y"], [1, 2], [[1], [2]]):
+        assert changed(path, **{field: good}) == {field: good}
+
+
+def test_embeddings_refuse_unknown_fields_and_empty_inputs() -> None:
+    assert refusal(EMBEDDINGS, {**GOOD[EMBEDDINGS], "input_type": "query"}).param == "input_type"
+    assert refusal(EMBEDDINGS, {**GOOD[EMBEDDINGS], "input": ""}).param == "input"
+    assert refusal(EMBEDDINGS, {**GOOD[EMBEDDINGS], "input": ["x", ""]}).param == "input[1]"

@@ -1,0 +1,322 @@
+"""Connections of clients: framing, keep-alive, pipelining, limits and what is refused."""
+
+import asyncio
+import json
+
+import pytest
+
+from baton.edge.limits import EdgeLimits
+from baton.testing.bounded import eventually
+from tests.unit.edge.stage import EVENTS_HEAD, Received, answering, chunk, get, on_uvloop, post, stage, whole
+
+CHAT = "/v1/chat/completions"
+
+
+def error_of(body: bytes) -> dict[str, object]:
+    error: dict[str, object] = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@on_uvloop
+async def test_a_request_and_its_answer_pass_unchanged() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        client.send(post(CHAT, b'{"a": 1}', "X-Other: b"))
+        status, headers, body = await client.answer()
+        assert (status, body) == (200, b'{"a": 1}')
+        assert headers["content-type"] == "application/json"
+        [received] = s.frontend.received
+        assert (received.method, received.target, received.body) == ("POST", CHAT, b'{"a": 1}')
+        assert received.headers["x-other"] == "b"
+        assert received.headers["x-request-id"] == headers["x-request-id"]
+
+
+@on_uvloop
+async def test_connections_on_both_sides_are_used_again() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        for _ in range(3):
+            client.send(post(CHAT, b"{}"))
+            assert (await client.answer())[0] == 200
+        assert s.frontend.connections <= 2  # one of them for the list of models
+
+
+@on_uvloop
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        client.send(b"".join(post(CHAT, b'{"n": %d}' % number) for number in range(5)))
+        assert [json.loads((await client.answer())[2])["n"] for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
+@on_uvloop
+async def test_a_chunked_request_body_is_read_whole() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        client.send(head + chunk(b'{"a":') + chunk(b"1}") + b"0\r\nX-Trailer: 1\r\n\r\n")
+        assert (await client.answer())[2] == b'{"a":1}'
+        assert "x-trailer" not in s.frontend.received[0].headers
+
+
+@on_uvloop
+async def test_a_stream_passes_event_by_event() -> None:
+    async with stage() as s:
+        more = asyncio.Event()
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            writer.write(EVENTS_HEAD + chunk(b"data: 1\n\n") + chunk(b"data: 2\n"))
+            await more.wait()
+            writer.write(chunk(b"\n") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+        s.frontend.reply = reply
+        client = await s.connect()
+        client.send(post(CHAT, b"{}"))
+        assert b"data: 1\n\n\r\n" in await client.reader.readuntil(b"data: 1\n\n\r\n")
+        more.set()
+        rest = await client.reader.readuntil(b"0\r\n\r\n")
+        assert rest.count(b"data: ") == 2
+
+
+@on_uvloop
+async def test_an_http_1_0_client_gets_a_stream_without_chunks() -> None:
+    async with stage() as s:
+        s.frontend.reply = answering(EVENTS_HEAD + chunk(b"data: 1\n\n") + b"0\r\n\r\n")
+        client = await s.connect()
+        client.send(f"POST {CHAT} HTTP/1.0\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        head, _, body = (await client.closed()).partition(b"\r\n\r\n")
+        assert b"chunked" not in head
+        assert body == b"data: 1\n\n"
+
+
+@on_uvloop
+async def test_head_has_the_length_and_no_body() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        s.frontend.reply = answering(whole(200, b'{"live": true}'))
+        client.send(get("/live").replace(b"GET", b"HEAD") + get("/live"))
+        status, headers, _ = await client.answer(has_body=False)
+        assert (status, headers["content-length"]) == (200, "14")
+        assert (await client.answer())[2] == b'{"live": true}'
+
+
+@on_uvloop
+async def test_expect_continue_is_answered_before_the_body_is_sent() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        head, _, _ = post(CHAT, b"{}", "Expect: 100-continue").partition(b"\r\n\r\n")
+        client.send(head + b"\r\n\r\n")
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.send(b"{}")
+        assert (await client.answer())[0] == 200
+        assert "expect" not in s.frontend.received[0].headers
+
+
+@on_uvloop
+async def test_a_client_that_leaves_cancels_its_request() -> None:
+    async with stage() as s:
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            writer.write(EVENTS_HEAD + chunk(b"data: 1\n\n"))
+            await asyncio.Event().wait()
+
+        s.frontend.reply = reply
+        client = await s.connect()
+        client.send(post(CHAT, b"{}"))
+        await client.reader.readuntil(b"data: 1")
+        client.writer.close()
+        async with asyncio.timeout(10):
+            await s.frontend.lost.wait()
+
+
+@on_uvloop
+async def test_a_client_that_does_not_read_stops_the_frontend() -> None:
+    async with stage() as s:
+        blocked = asyncio.Event()
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            writer.write(EVENTS_HEAD)
+            data = chunk(b"data: " + b"x" * 60_000 + b"\n\n")
+            for _ in range(1000):
+                writer.write(data)
+                try:
+                    await asyncio.wait_for(writer.drain(), 1.0)
+                except TimeoutError:
+                    blocked.set()
+                    await writer.drain()
+            writer.write(b"0\r\n\r\n")
+
+        s.frontend.reply = reply
+        client = await s.connect()
+        client.send(post(CHAT, b"{}"))
+        await client.reader.readuntil(b"\r\n\r\n")
+        client.writer.transport.pause_reading()
+        async with asyncio.timeout(30):
+            await blocked.wait()
+        client.writer.transport.resume_reading()
+        size = 0
+        async with asyncio.timeout(30):
+            while not (data := await client.reader.read(1 << 20)).endswith(b"0\r\n\r\n"):
+                size += len(data)
+        assert size > 59_000_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\nabc",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\nabc",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0x3\r\nabc\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\nabc\n0\n\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabcXX0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: a\r\nA: b\r\n c\r\n\r\n",
+        b"GET /live HTTP/1.1\nHost: a\n\n",
+        b"GET /live HTTP/1.1\r\nHost: a\nB: c\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost : a\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: a\x00b\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /live HTTP/1.1\r\n\r\n",
+        b"GET /live HTTP/1.2\r\nHost: a\r\n\r\n",
+        b"GET /live\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+@on_uvloop
+async def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(data: bytes) -> None:
+    async with stage() as s:
+        client = await s.connect()
+        client.send(data)
+        status, headers, body = await client.answer()
+        assert status == 400
+        assert headers["connection"] == "close"
+        assert headers["x-request-id"]
+        assert error_of(body)["type"] == "invalid_request_error"
+        client.send(get("/live"))
+        assert await client.closed() == b""
+        assert s.frontend.received == []
+
+
+@on_uvloop
+async def test_a_request_to_upgrade_is_served_as_it_is() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        client.send(post(CHAT, b"{}", "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAM"))
+        assert (await client.answer())[0] == 200
+        client.send(post(CHAT, b"{}"))
+        assert (await client.answer())[0] == 200
+        assert not {"upgrade", "http2-settings", "connection"} & set(s.frontend.received[0].headers)
+
+
+@on_uvloop
+async def test_a_large_head_is_refused() -> None:
+    async with stage(limits=EdgeLimits(head_bytes=4096)) as s:
+        for head in (b"A: " + b"b" * 20_000, b"".join(b"A%d: b\r\n" % n for n in range(500)), b"c" * 50_000):
+            client = await s.connect()
+            client.send(b"GET /live HTTP/1.1\r\nHost: a\r\n" + head)
+            status, _, body = await client.answer()
+            assert (status, error_of(body)["code"]) == (431, "head_too_large")
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 5000", "Transfer-Encoding: chunked"])
+@on_uvloop
+async def test_a_large_body_is_refused_while_it_arrives(framing: str) -> None:
+    async with stage(limits=EdgeLimits(body_bytes=1000)) as s:
+        client = await s.connect()
+        client.send(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\n{framing}\r\n\r\n".encode())
+        client.send(chunk(b"x" * 2000))
+        status, _, body = await client.answer()
+        assert (status, error_of(body)["code"]) == (413, "request_too_large")
+        assert s.frontend.received == []
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /live HTTP/1.1\r\nHost:", 408),
+        (f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{{".encode(), 408),
+    ],
+)
+@on_uvloop
+async def test_a_slow_request_is_ended(data: bytes, status: int) -> None:
+    async with stage(limits=EdgeLimits(head_timeout_s=0.1, body_timeout_s=0.1)) as s:
+        client = await s.connect()
+        client.send(data)
+        assert (await client.answer())[0] == status
+        assert await client.closed() == b""
+
+
+@on_uvloop
+async def test_an_idle_connection_is_closed() -> None:
+    async with stage(limits=EdgeLimits(head_timeout_s=0.1, idle_timeout_s=0.1)) as s:
+        client, silent = await s.connect(), await s.connect()
+        client.send(get("/live"))
+        assert (await client.answer())[0] == 200
+        assert await client.closed() == b""
+        assert await silent.closed() == b""
+
+
+@on_uvloop
+async def test_the_oldest_idle_connection_makes_room_for_a_new_one() -> None:
+    async with stage(limits=EdgeLimits(max_connections=2)) as s:
+        first, second = await s.connect(), await s.connect()
+        second.send(get("/live"))
+        assert (await second.answer())[0] == 200
+        third = await s.connect()
+        third.send(get("/live"))
+        assert (await third.answer())[0] == 200
+        assert await first.closed() == b""
+
+
+@on_uvloop
+async def test_a_frontend_that_closes_the_connection_is_a_503_or_a_broken_stream() -> None:
+    async with stage() as s:
+
+        async def close(request: Received, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        s.frontend.reply = close
+        client = await s.connect()
+        client.send(post(CHAT, b"{}"))
+        status, headers, body = await client.answer()
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert error_of(body)["type"] == "server_error"
+
+        async def close_within(request: Received, writer: asyncio.StreamWriter) -> None:
+            writer.write(EVENTS_HEAD + chunk(b"data: 1\n\n"))
+            await writer.drain()
+            writer.close()
+
+        s.frontend.reply = close_within
+        client.send(post(CHAT, b"{}"))
+        assert not (await client.closed()).endswith(b"0\r\n\r\n")
+
+
+@on_uvloop
+async def test_half_closed_clients_get_what_needs_no_computing() -> None:
+    async with stage() as s:
+        go = asyncio.Event()
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            await go.wait()
+            writer.write(whole(200, b"{}"))
+
+        s.frontend.reply = reply
+        client = await s.connect()
+        client.send(get("/live"))
+        client.writer.write_eof()
+        await eventually(lambda: bool(s.frontend.received))
+        go.set()
+        assert (await client.answer())[0] == 200
+        go.clear()
+        client = await s.connect()
+        client.send(post(CHAT, b"{}"))
+        client.writer.write_eof()
+        async with asyncio.timeout(10):
+            await s.frontend.lost.wait()
