@@ -14,7 +14,7 @@ import msgspec
 from baton.edge.errors import FieldError, Problem, error_answer, problem_of
 from baton.edge.frontend_errors import has_error_event, problem_from_frontend, rewrite_error_events
 from baton.edge.messages import HOP_BY_HOP, Answer, Headers, Request, end_to_end, request_head
-from baton.edge.routes import Json, Route
+from baton.edge.routes import Join, Json, Route
 from baton.edge.upstream import UpstreamConnection
 from baton.errors import BatonError
 
@@ -74,6 +74,7 @@ class Exchange:
         "_connecting",
         "_edge",
         "_held",
+        "_join",
         "_mode",
         "_outgoing",
         "_paused",
@@ -94,6 +95,7 @@ class Exchange:
         self._connecting: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._outgoing: tuple[bytes, bytes] = (b"", b"")
+        self._join: Join | None = None
         self._mode: Mode | None = None
         self._status = 0
         self._buffer: list[bytes] = []
@@ -157,13 +159,17 @@ class Exchange:
         self._status = status
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         streams = content_type.startswith(_EVENTS_TYPE)
-        if status >= 400 or (self._route.normalise is not None and not streams):
+        if status >= 400 or self._collects(streams):
             self._mode = Mode.WHOLE
             return
         self._mode = Mode.EVENTS if streams else Mode.RAW
         length = next((value for name, value in headers if name == b"content-length"), None)
         kept = end_to_end(headers, _NOT_RETURNED)
         self._writer.write_head(self._request, status, kept, None if length is None else int(length))
+
+    def _collects(self, streams: bool) -> bool:
+        """Whether an answer is sent when it is complete."""
+        return self._join is not None if streams else self._route.normalise is not None
 
     def on_data(self, data: bytes) -> None:
         """See `Receiver`."""
@@ -225,8 +231,20 @@ class Exchange:
             self._task = self._edge.start_task(self._answer_missing_model(body))
         elif self._status >= 400:
             self._refuse(self._problem(body))
+        elif self._join is not None:
+            self._end_joined(self._join.joined(body))
         else:
             self._writer.write_answer(self._request, Answer(status=self._status, body=self._normalised(body)))
+
+    def _end_joined(self, answer: Json) -> None:
+        body = msgspec.json.encode(answer)
+        error = answer.get("error")
+        if error is None:
+            self._writer.write_answer(self._request, Answer(status=self._status, body=self._normalised(body)))
+            return
+        code = error.get("code") if isinstance(error, dict) else None
+        self._status = code if isinstance(code, int) and code >= 400 else 500
+        self._refuse(self._problem(body))
 
     def _problem(self, body: bytes) -> Problem:
         return problem_from_frontend(self._status, body, self._edge.take_reason(self._request.request_id))
@@ -265,7 +283,7 @@ class Exchange:
     def _forwarded(self) -> tuple[bytes, bytes]:
         """Return head and body of the request for the frontend. Raises BatonError for a body that is not valid."""
         request = self._request
-        body = prepared_body(self._route, request.body)
+        body, self._join = prepared_body(self._route, request.body)
         headers = end_to_end(request.headers, _NOT_FORWARDED)
         headers.append((b"host", self._edge.upstream_host))
         headers.append((b"x-request-id", request.request_id.encode()))
@@ -277,13 +295,16 @@ class Exchange:
         return request_head(method, target + b"?" + request.query if request.query else target, headers), body
 
 
-def prepared_body(route: Route, body: bytes) -> bytes:
-    """Return the body to forward. Raises BatonError."""
+def prepared_body(route: Route, body: bytes) -> tuple[bytes, Join | None]:
+    """Return the body to forward, and how its answer is joined if it is for a stream. Raises BatonError."""
     if route.prepare is None:
-        return body
+        return body, None
     decoded = decode_object(body)
     prepared = route.prepare(route.path, decoded)
-    return body if prepared is decoded else msgspec.json.encode(prepared)
+    stream = None if route.join is None else route.join.as_stream(prepared)
+    if stream is not None:
+        return msgspec.json.encode(stream), route.join
+    return body if prepared is decoded else msgspec.json.encode(prepared), None
 
 
 def decode_object(body: bytes) -> Json:

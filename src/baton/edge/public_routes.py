@@ -11,7 +11,10 @@ from baton.edge.answers import (
     normalise_message_events,
 )
 from baton.edge.fields.prepare import TABLES, prepare
-from baton.edge.routes import ROUTES, Normalise, NormaliseEvents, Own, Route
+from baton.edge.forced_calls import as_stream, joined_answer
+from baton.edge.routes import ROUTES, Join, Normalise, NormaliseEvents, Own, Route
+
+_JOIN = {"/v1/chat/completions": Join(as_stream, joined_answer)}
 
 _WHOLE: dict[str, Normalise] = {
     "/v1/chat/completions": normalise_chat,
@@ -29,6 +32,7 @@ def public_routes(own: Mapping[str, Own]) -> tuple[Route, ...]:
         replace(
             route,
             prepare=prepare if route.path in TABLES else None,
+            join=_JOIN.get(route.path),
             normalise=_WHOLE.get(route.path),
             normalise_events=_EVENTS.get(route.path),
             own=own.get(route.path),
