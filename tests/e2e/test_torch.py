@@ -15,7 +15,6 @@ pytest.importorskip("torch")
 
 from baton.config.directories import cache_directory
 from baton.config.settings import Settings
-from baton.edge.forced_calls import as_stream, joined_answer, needs_joining
 from baton.errors import ConfigError
 from baton.models.demo import DEMOS, prepare_demo
 from tests.e2e.harness import Serve
@@ -221,11 +220,7 @@ def test_a_tool_loop_of_two_turns_ends_in_an_answer(serve: Serve) -> None:
 def test_a_forced_tool_call_that_is_cut_by_length_is_returned_as_far_as_it_goes(serve: Serve, choice: Any) -> None:
     parameters = {"type": "object", "properties": {"text": {"type": "string", "minLength": 200}}, "required": ["text"]}
     tools = [{"type": "function", "function": {"name": "note", "parameters": parameters}}]
-    body = {"model": "smollm2", "messages": STORY, "tools": tools, "tool_choice": choice, "max_tokens": 32}
-    assert needs_joining(body)
-    status, events = serve.post("/v1/chat/completions", as_stream(body))
-    assert status == 200
-    answer = openai.types.chat.ChatCompletion.model_validate(joined_answer(events.encode()), strict=True)
+    answer = chat(serve, STORY, tools=tools, tool_choice=choice, max_tokens=32)
     (call,) = answer.choices[0].message.tool_calls or []
     assert call.type == "function"
     assert (call.function.name, answer.choices[0].finish_reason) == ("note", "length")

@@ -8,14 +8,14 @@ import asyncio
 import enum
 import logging
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
 from baton.edge.errors import FieldError, Problem, ProblemError, error_answer, problem_of
 from baton.edge.frontend_errors import has_error_event, problem_from_frontend, rewrite_error_events
 from baton.edge.messages import HOP_BY_HOP, Answer, Headers, Request, end_to_end, request_head
-from baton.edge.routes import Composed, Json, Route
+from baton.edge.routes import Composed, Join, Json, Route
 from baton.edge.upstream import UpstreamConnection
 from baton.errors import BatonError
 
@@ -37,6 +37,7 @@ _NOT_FORWARDED = HOP_BY_HOP | {
 }
 _NOT_RETURNED = HOP_BY_HOP | {b"x-request-id", b"date", b"server"}
 _EVENT_END = b"\n\n"
+INTERNAL = Problem(status=500, message="internal error", code="internal")
 _EVENTS_TYPE = b"text/event-stream"
 
 
@@ -81,6 +82,7 @@ class Exchange:
         "_connecting",
         "_edge",
         "_held",
+        "_join",
         "_mode",
         "_outgoing",
         "_paused",
@@ -101,6 +103,7 @@ class Exchange:
         self._connecting: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._outgoing: tuple[bytes, bytes] = (b"", b"")
+        self._join: Join | None = None
         self._mode: Mode | None = None
         self._status = 0
         self._buffer: list[bytes] = []
@@ -118,9 +121,13 @@ class Exchange:
             self._task = self._edge.start_task(self._answer_itself(self._route.own(self._request, self._edge)))
             return
         try:
-            body, composed = prepared_body(self._route, self._request.body)
+            body, composed, self._join = prepared_body(self._route, self._request.body)
         except BatonError as error:
             self._refuse(problem_of(error))
+            return
+        except Exception:
+            log.exception("%s: %s failed", self._request.request_id, self._route.path)
+            self._refuse(INTERNAL)
             return
         if composed is not None:
             self._task = self._edge.start_task(self._answer_itself(composed(Sender(self._edge, self._request).send)))
@@ -171,13 +178,17 @@ class Exchange:
         self._status = status
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         streams = content_type.startswith(_EVENTS_TYPE)
-        if status >= 400 or (self._route.normalise is not None and not streams):
+        if status >= 400 or self._collects(streams):
             self._mode = Mode.WHOLE
             return
         self._mode = Mode.EVENTS if streams else Mode.RAW
         length = next((value for name, value in headers if name == b"content-length"), None)
         kept = end_to_end(headers, _NOT_RETURNED)
         self._writer.write_head(self._request, status, kept, None if length is None else int(length))
+
+    def _collects(self, streams: bool) -> bool:
+        """Whether an answer is sent when it is complete."""
+        return self._join is not None if streams else self._route.normalise is not None
 
     def on_data(self, data: bytes) -> None:
         """See `Receiver`."""
@@ -243,8 +254,20 @@ class Exchange:
             self._task = self._edge.start_task(self._answer_missing_model(body))
         elif self._status >= 400:
             self._refuse(self._problem(body))
+        elif self._join is not None:
+            self._end_joined(self._join.joined(body))
         else:
             self._writer.write_answer(self._request, Answer(status=self._status, body=self._normalised(body)))
+
+    def _end_joined(self, answer: Json) -> None:
+        body = msgspec.json.encode(answer)
+        error = answer.get("error")
+        if error is None:
+            self._writer.write_answer(self._request, Answer(status=self._status, body=self._normalised(body)))
+            return
+        code = error.get("code") if isinstance(error, dict) else None
+        self._status = code if isinstance(code, int) and code >= 400 else 500
+        self._refuse(self._problem(body))
 
     def _problem(self, body: bytes) -> Problem:
         return problem_from_frontend(self._status, body, self._edge.take_reason(self._request.request_id))
@@ -271,7 +294,7 @@ class Exchange:
             self._refuse(problem_of(error))
         except Exception:
             log.exception("%s: %s failed", self._request.request_id, self._route.path)
-            self._refuse(Problem(status=500, message="internal error", code="internal"))
+            self._refuse(INTERNAL)
         else:
             self._writer.write_answer(self._request, answer)
 
@@ -314,14 +337,25 @@ def forwarded_head(edge: "Edge", request: Request, length: int) -> bytes:
     return request_head(method, target + b"?" + request.query if request.query else target, headers)
 
 
-def prepared_body(route: Route, body: bytes) -> tuple[bytes, Composed | None]:
-    """Return the body to forward, or what answers the request instead. Raises BatonError."""
+class Prepared(NamedTuple):
+    """The body to forward, and how its answer is joined if it is for a stream; or what answers the request instead."""
+
+    body: bytes
+    composed: Composed | None = None
+    join: Join | None = None
+
+
+def prepared_body(route: Route, body: bytes) -> Prepared:
+    """Apply the rules of a route to a body. Raises BatonError."""
     if route.prepare is None and route.compose is None:
-        return body, None
+        return Prepared(body)
     decoded = decode_object(body)
     prepared = decoded if route.prepare is None else route.prepare(route.path, decoded)
-    composed = None if route.compose is None else route.compose(route.path, prepared)
-    return body if prepared is decoded else msgspec.json.encode(prepared), composed
+    if route.compose is not None and (composed := route.compose(route.path, prepared)) is not None:
+        return Prepared(body, composed)
+    if route.join is not None and (stream := route.join.as_stream(prepared)) is not None:
+        return Prepared(msgspec.json.encode(stream), join=route.join)
+    return Prepared(body if prepared is decoded else msgspec.json.encode(prepared))
 
 
 def decode_object(body: bytes) -> Json:

@@ -17,13 +17,10 @@ _JOINED_TEXTS = ("content", "reasoning_content", "refusal")
 _decode = msgspec.json.Decoder(Json).decode
 
 
-def needs_joining(body: Json) -> bool:
-    """Whether a chat request is for a whole answer with a forced tool call."""
-    return not body.get("stream") and body.get("tool_choice") not in (None, "none", "auto")
-
-
-def as_stream(body: Json) -> Json:
-    """Return the request for the same answer as a stream that ends with its usage."""
+def as_stream(body: Json) -> Json | None:
+    """Return the request for the same answer as a stream that ends with its usage, if a tool call is forced."""
+    if body.get("stream") or body.get("tool_choice") in (None, "none", "auto"):
+        return None
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 

@@ -12,8 +12,9 @@ from baton.edge.answers import (
 )
 from baton.edge.extra_options import carry_extra_options
 from baton.edge.fields.prepare import TABLES, prepare
+from baton.edge.forced_calls import as_stream, joined_answer
 from baton.edge.prompt_requests import CHAT, COMPLETIONS
-from baton.edge.routes import ROUTES, Compose, Json, Normalise, NormaliseEvents, Own, Prepare, Route
+from baton.edge.routes import ROUTES, Compose, Join, Json, Normalise, NormaliseEvents, Own, Prepare, Route
 from baton.edge.scoring import compose
 
 
@@ -26,6 +27,7 @@ _PREPARED: dict[str, Prepare] = {
     **dict.fromkeys((CHAT, COMPLETIONS), _prepare_with_options),
 }
 _COMPOSED: dict[str, Compose] = dict.fromkeys((CHAT, COMPLETIONS), compose)
+_JOINED = {CHAT: Join(as_stream, joined_answer)}
 _WHOLE: dict[str, Normalise] = {CHAT: normalise_chat, COMPLETIONS: normalise_completion}
 _EVENTS: dict[str, NormaliseEvents] = {
     COMPLETIONS: normalise_completion_events,
@@ -40,6 +42,7 @@ def public_routes(own: Mapping[str, Own]) -> tuple[Route, ...]:
             route,
             prepare=_PREPARED.get(route.path),
             compose=_COMPOSED.get(route.path),
+            join=_JOINED.get(route.path),
             normalise=_WHOLE.get(route.path),
             normalise_events=_EVENTS.get(route.path),
             own=own.get(route.path),

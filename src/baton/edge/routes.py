@@ -26,6 +26,17 @@ NormaliseEvents = Callable[[str, bytes], bytes]
 """Called with the path of the route and some whole server-sent events. Returns the bytes to send instead."""
 
 
+class Join(msgspec.Struct, frozen=True):
+    """Answers that are whole for the client and a stream at the frontend.
+
+    `as_stream` is called with the prepared body; it returns the body of a stream, or None if the request is sent as it
+    is. `joined` is called with all events of that stream; it returns the whole answer, or one with `error`.
+    """
+
+    as_stream: Callable[[Json], Json | None]
+    joined: Callable[[bytes], Json]
+
+
 class Frontend(Protocol):
     """What an own handler can ask the edge for."""
 
@@ -60,6 +71,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     own: Own | None = None
     prepare: Prepare | None = None
     compose: Compose | None = None
+    join: Join | None = None
     normalise: Normalise | None = None
     normalise_events: NormaliseEvents | None = None
 
