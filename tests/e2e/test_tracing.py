@@ -64,11 +64,13 @@ def test_two_requests_of_one_trace_run_side_by_side(serve: Serve) -> None:
     assert len({re.search(r"baton\.request (\S+)", line)[1] for line in lines}) == 2
 
 
-def test_a_request_without_a_trace_gets_one(serve: Serve) -> None:
+def test_a_request_without_a_trace_and_an_id_gets_both(serve: Serve) -> None:
     serve.client().chat.completions.create(model="echo", messages=[{"role": "user", "content": "no trace of me"}])
     eventually(
-        lambda: re.search(r"prompt=14 .* trace=[0-9a-f]{32} client=-", serve.log_of("worker-0")),
-        what="a trace id of its own",
+        lambda: re.search(
+            r"prompt=14 .* trace=[0-9a-f]{32} client=[0-9a-f-]{36}$", serve.log_of("worker-0"), re.MULTILINE
+        ),
+        what="a trace id and a request id of its own",
     )
 
 

@@ -275,6 +275,30 @@ async def test_the_oldest_idle_connection_makes_room_for_a_new_one() -> None:
 
 
 @on_uvloop
+async def test_requests_beyond_the_connections_of_the_edge_are_told_to_come_back() -> None:
+    async with stage(limits=EdgeLimits(max_exchanges=2)) as s:
+        go = asyncio.Event()
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            await go.wait()
+            writer.write(whole(200, b"{}"))
+
+        s.frontend.reply = reply
+        first, *others = [await s.connect() for _ in range(4)]
+        first.send(post(CHAT, b"{}"))
+        await eventually(lambda: bool(s.frontend.received))
+        for client in others:
+            client.send(post(CHAT, b"{}"))
+        answers = [asyncio.ensure_future(client.answer()) for client in others]
+        # One of them may get the connection that lists models.
+        await eventually(lambda: sum(answer.done() for answer in answers) >= 2)
+        assert {answer.result()[0] for answer in answers if answer.done()} == {503}
+        go.set()
+        await asyncio.gather(*answers)
+        assert (await first.answer())[0] == 200
+
+
+@on_uvloop
 async def test_a_frontend_that_closes_the_connection_is_a_503_or_a_broken_stream() -> None:
     async with stage() as s:
 
