@@ -62,7 +62,7 @@ def assert_refusal(status: int, text: str, word: str, expected: int = 400) -> No
     """Check that the answer is an error of that status with `word` in its message."""
     assert status == expected, text
     error = error_in(text)
-    assert error["type"] == ("not_found_error" if expected == 404 else "invalid_request_error")
+    assert error["type"] == "invalid_request_error"
     assert word.lower() in error["message"].lower()
 
 

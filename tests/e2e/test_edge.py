@@ -37,7 +37,7 @@ def test_a_client_needs_one_of_the_keys(serve: Serve) -> None:
         assert answer.choices[0].message.content == "HelloHel"
     with pytest.raises(openai.AuthenticationError, match="the API key is not valid") as refused:
         client(serve, "three").chat.completions.create(**asking("Hello"))
-    assert refused.value.type == "authentication_error"
+    assert refused.value.type == "invalid_request_error"
     assert serve.get("/health")[0] == serve.get("/live")[0] == 200
     assert serve.get("/v1/models")[0] == serve.get("/metrics")[0] == 401
 
@@ -49,7 +49,7 @@ def test_admin_routes_need_the_control_token_and_others_are_not_public(serve: Se
     assert status == 200, text
     for path in ("/v1/realtime", "/v1/files", "/docs/", "/v1/classify"):
         status, text = serve.get(path)
-        assert (status, error_in(text)["type"]) == (404, "not_found_error")
+        assert (status, error_in(text)["type"]) == (404, "invalid_request_error")
 
 
 def test_the_id_of_a_request_is_in_the_answer_and_in_the_log_of_the_worker(serve: Serve) -> None:

@@ -31,6 +31,8 @@ def is_stream(response: schemathesis.Response) -> bool:
     max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
 def test_no_request_makes_a_server_error(case: schemathesis.Case, serve: Serve, pid: int) -> None:
+    if isinstance(case.body, dict) and "model" in case.body:
+        case.body["model"] = "echo"
     response = case.call(base_url=serve.url, timeout=30)
     if is_stream(response) and "/v1/messages" not in case.path and not response.text.rstrip().endswith("[DONE]"):
         response = case.call(base_url=serve.url, timeout=30)  # see "A stream can end early" in docs/known-issues.md

@@ -68,7 +68,16 @@ def _complete(answer: Json) -> Json:
     for name in _OPTIONAL:
         if answer.get(name, ()) is None:
             del answer[name]
+    if (usage := answer.get("usage")) is not None:
+        _drop_unknown_counts(cast("Json", usage))
     return answer
+
+
+def _drop_unknown_counts(usage: Json) -> None:
+    """Leave out details that are null: they are numbers, or absent."""
+    for name, details in usage.items():
+        if isinstance(details, dict):
+            usage[name] = {kind: count for kind, count in details.items() if count is not None}
 
 
 def _choices(answer: Json) -> list[Json]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _UPGRADE_HEADERS = frozenset((b"upgrade", b"connection", b"http2-settings"))
+_FRAMING_SHARE = 8
+"""A chunk of one byte needs five more."""
 _SMALL_BODY = 64 * 1024
 """A body of up to this size is read even if its request is refused, so that the connection can be kept."""
 
@@ -50,6 +52,7 @@ class ClientConnection(asyncio.Protocol):
         "_client_sends",
         "_edge",
         "_exchange",
+        "_framing_bytes",
         "_head_bytes",
         "_last_request",
         "_out",
@@ -74,6 +77,7 @@ class ClientConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._head_bytes = 0
+        self._framing_bytes = 0
         self._queue: list[Request] = []
         self._exchange: Exchange | None = None
         self._admitted: Client | None = None
@@ -135,6 +139,7 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._reading is Reading.NOTHING:
             return
+        before = self._body_bytes if self._reading is Reading.BODY else 0
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -148,6 +153,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_rest(Problem(status=400, message=f"the request is not valid HTTP: {error}", code="bad_http"))
         else:
             self._bound_head(len(data))
+            self._bound_framing(len(data) - (self._body_bytes - before))
 
     def eof_received(self) -> bool:
         """Keep the connection for an answer that needs no computing; otherwise the client has left."""
@@ -213,7 +219,7 @@ class ClientConnection(asyncio.Protocol):
         request = self._request
         assert request is not None
         self._reading = Reading.BODY
-        self._body_bytes = 0
+        self._body_bytes = self._framing_bytes = 0
         parser = self._parser
         request.method = parser.get_method().decode("latin-1")
         request.keep_alive = parser.should_keep_alive()
@@ -423,6 +429,14 @@ class ClientConnection(asyncio.Protocol):
             self._head_bytes += received
             if self._head_bytes > 2 * self._edge.limits.head_bytes:
                 self._refuse_rest(_head_too_large(self._edge.limits.head_bytes))
+
+    def _bound_framing(self, received: int) -> None:
+        """Bound what is sent around a body in chunks: their sizes, and extensions that nobody reads."""
+        if self._reading is Reading.BODY:
+            self._framing_bytes += received
+            if self._framing_bytes > 2 * self._edge.limits.head_bytes + _FRAMING_SHARE * self._body_bytes:
+                message = "the chunks of the request consist of more than their content"
+                self._refuse_rest(Problem(status=400, message=message, code="bad_http"))
 
 
 class RefusedHead(Exception):

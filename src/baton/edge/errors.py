@@ -12,13 +12,7 @@ from baton.errors import BatonError, InvalidRequest
 
 Style = Literal["openai", "anthropic"]
 
-_OPENAI_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    429: "rate_limit_error",
-}
+_OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -93,9 +93,14 @@ def _check_http(headers: Headers, version: str) -> Problem | None:
     hosts = names.count(b"host")
     if hosts > 1 or (hosts == 0 and version == "1.1"):
         return _bad("the request needs one Host header")
-    if b"transfer-encoding" in names and (version == "1.0" or (b"transfer-encoding", b"chunked") not in headers):
+    allowed = ([], [b"chunked"]) if version == "1.1" else ([],)
+    if _codings(headers) not in allowed:
         return _bad("the only transfer encoding is chunked, with HTTP/1.1")
     return None
+
+
+def _codings(headers: Headers) -> list[bytes]:
+    return [value.lower() for name, value in headers if name == b"transfer-encoding"]
 
 
 def _split(request: Request, url: bytes) -> Problem | None:

@@ -34,7 +34,7 @@ async def test_a_key_is_needed_where_there_are_keys(header: str, status: int) ->
         got, _, body = await client.answer()
         assert got == status
         if status == 401:
-            assert error_of(body)["type"] == "authentication_error"
+            assert error_of(body)["type"] == "invalid_request_error"
             assert s.frontend.received == []
         else:
             assert not {"authorization", "x-api-key"} & set(s.frontend.received[0].headers)

@@ -25,6 +25,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return files
 
 
+@pytest.mark.process
 @on_uvloop
 async def test_requests_are_served_over_tls(certificate: tuple[str, str]) -> None:
     trusting = ssl.create_default_context(cafile=certificate[0])
@@ -37,6 +38,7 @@ async def test_requests_are_served_over_tls(certificate: tuple[str, str]) -> Non
             assert (await client.answer())[0] == 200
 
 
+@pytest.mark.process
 def test_tls_files_are_checked_at_the_start(certificate: tuple[str, str], tmp_path: Path) -> None:
     assert tls_context("", "") is None
     with pytest.raises(ConfigError, match="add --tls-key"):
