@@ -22,6 +22,7 @@ from baton.errors import BatonError, EngineDead
 from baton.process.service_process import unless_stopped
 from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.frontend import HOST, DynamoFrontend
+from baton.runtimes.dynamo.listener import refuse_unusable_address
 from baton.runtimes.dynamo.routing import router_config, selects_by_adapter
 from baton.status.sd_notify import notify, send_heartbeats
 
@@ -39,6 +40,7 @@ def run_frontend(settings: Settings) -> int:
 
 
 async def _main(settings: Settings) -> int:
+    refuse_unusable_address(settings.host, settings.port, "--host", "--port")
     stop = stop_on_signals(drain_timeout_s=settings.drain_timeout_s)
     frontend = DynamoFrontend(
         settings.runtime,

@@ -20,9 +20,9 @@ PIPE_BYTES = 1 << 20
 MAX_REASONS = 1024
 STDERR = 2
 _TARGETS = tuple(f"dynamo_llm::http::service::{name}" for name in ("openai", "anthropic", "disconnect"))
-_MARKS = (b'"diagnostic":"Some(', b"backend asserted status")
+_MARKS = (b'"diagnostic":"Some(', b"backend asserted status", b"Internal server error: ")
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERROR", "OFF")
-_ASSERTED = re.compile(r"backend asserted status \d+: (.*)", re.DOTALL)
+_ASSERTED = re.compile(r"(?:backend asserted status \d+|Internal server error): (?!backend asserted)(.*)", re.DOTALL)
 _ESCAPE = re.compile(r"\\u\{([0-9a-f]+)\}|\\(.)")
 _SHORT = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
 

@@ -51,15 +51,17 @@ def test_reasons_are_found_by_the_id_of_the_request_and_not_shown() -> None:
         "message": "Internal server error: backend asserted status 500: engine_failed: no\nmemory",
         "x_request_id": "b",
     }
+    lost = {**asserted, "message": "Internal server error: deadline_exceeded: too long", "x_request_id": "e"}
     lines = [
+        json.dumps(lost, separators=(",", ":")),
         failure("a", 'Some("token \\"258\\" is out\\nof range \\u{1f}")'),
         json.dumps(asserted, separators=(",", ":")),
         failure("c", 'Some("{\\"message\\":\\"deadline_exceeded: too long\\",\\"code\\":503}")'),
         "plain text",
     ]
-    reasons, shown = run(lines, "a", "b", "c", "a", "d")
+    reasons, shown = run(lines, "a", "b", "c", "a", "d", "e")
     expected = ['token "258" is out\nof range \x1f', "engine_failed: no\nmemory", "deadline_exceeded: too long"]
-    assert reasons == [*expected, None, None]
+    assert reasons == [*expected, None, None, "deadline_exceeded: too long"]
     assert "diagnostic" not in shown
     assert "backend asserted" in shown
     assert [text for text in ("plain text", "python says", "the last words", "afterwards") if text not in shown] == []
