@@ -226,10 +226,9 @@ def test_a_head_that_grows_slowly_is_refused_in_the_end(serve: Serve) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ten_thousand_idle_connections_disturb_nobody(serve: Serve) -> None:
-    count = 10_000
+    """Fewer where the limit of open files is low: some systems count those of all processes together."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < count + 1000:
-        pytest.skip(f"needs {count + 1000} file descriptors, and the hard limit is {hard}")
+    count = min(10_000, hard // 5)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     before, idle = memory(serve), []
     try:

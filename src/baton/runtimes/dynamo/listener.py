@@ -8,6 +8,7 @@ descriptor of this process by its port.
 import errno
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,14 +53,28 @@ def set_nodelay(port: int) -> bool:
 def find_listeners(port: int) -> Iterator[socket.socket]:
     """Yield this process's listeners at `port`, as sockets that the caller closes."""
     for entry in list(Path("/proc/self/fd").iterdir()):
-        try:
-            sock = socket.socket(fileno=os.dup(int(entry.name)))
-        except OSError:
+        sock = _duplicate(int(entry.name))
+        if sock is None:
             continue
         if _listens_at(sock, port):
             yield sock
         else:
             sock.close()
+
+
+def _duplicate(descriptor: int) -> socket.socket | None:
+    """Return the socket at `descriptor` under a descriptor of its own, None if it is no socket or has been closed."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+        copy = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
 
 
 def _listens_at(sock: socket.socket, port: int) -> bool:
