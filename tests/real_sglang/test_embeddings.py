@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.doubles.tiny_models import make_tiny_model
-from tests.e2e.harness import Serve
+from tests.e2e.harness import Serve, error_in
 from tests.real_sglang.test_serving import CPU, STOP
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -97,10 +97,10 @@ def test_dimensions_of_the_model_shorten_and_others_are_refused(serve: Serve) ->
     assert embed(serve, CAT, dimensions=SIZE)[0] == pytest.approx(whole, abs=1e-4)
     status, text = serve.post("/v1/embeddings", {"model": MODEL, "input": CAT, "dimensions": 9})
     assert status == 400, text
-    assert "8, 16" in json.loads(text)["message"]
+    assert "8, 16" in error_in(text)["message"]
 
 
 def test_an_input_that_is_too_long_is_refused_with_its_index(serve: Serve) -> None:
     status, text = serve.post("/v1/embeddings", {"model": MODEL, "input": ["a", "a" * 5000]})
     assert status == 400, text
-    assert "input[1]" in json.loads(text)["message"]
+    assert "input[1]" in error_in(text)["message"]
