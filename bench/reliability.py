@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import subprocess
 import tempfile
 import time
@@ -293,6 +294,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS / "reliability.md")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit by exception, so that child processes are stopped
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     directory = Path(tempfile.mkdtemp(prefix="baton-reliability-model-"))
     model = make_letters_model(directory / "tiny")
