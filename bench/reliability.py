@@ -11,8 +11,8 @@ import random
 import re
 import shutil
 import signal
-import sys
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
