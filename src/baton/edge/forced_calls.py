@@ -30,6 +30,8 @@ def joined_answer(events: bytes) -> Json:
     answer = {name: value for chunk in chunks for name, value in chunk.items() if value is not None}
     if "error" in answer:
         return {"error": answer["error"]}
+    if _DATA + _DONE not in events:
+        return {"error": {"message": "the stream of the frontend has ended early", "code": 503}}
     return {**answer, "object": "chat.completion", "choices": _joined_choices(chunks)}
 
 

@@ -3,7 +3,9 @@
 The tokenizer and the chat template are the files of the model that the frontend uses too.
 """
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,9 +19,11 @@ from baton.edge.messages import Answer, Request
 from baton.edge.routes import Frontend, Json
 from baton.edge.served_models import ServedModels
 from baton.edge.template_messages import template_messages
-from baton.engine_kit.threads import run_in_thread
 from baton.models.tokenizer import HubTokenizer
 from baton.ports.runtime import ModelCard
+
+THREADS = 2
+"""Further requests wait for one; those whose clients leave are not started."""
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=msgspec.Struct)
@@ -72,6 +76,7 @@ class TokenizeRoutes:
     def __init__(self, models: ServedModels) -> None:
         self._models = models
         self._tokenizers: dict[tuple[str, str | None], HubTokenizer] = {}
+        self._threads = ThreadPoolExecutor(THREADS, "tokenize")
 
     async def tokenize(self, request: Request, frontend: Frontend) -> Answer:
         """Answer `/tokenize`."""
@@ -110,7 +115,8 @@ class TokenizeRoutes:
         if card.model_input != "tokens":
             message = f"The workers of the model {card.name!r} tokenize its prompts themselves."
             raise FieldError("model", message, code="unsupported_model")
-        return await run_in_thread("tokenize", lambda: work(self._tokenizer(card)))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: work(self._tokenizer(card)))
 
     def _tokenizer(self, card: ModelCard) -> HubTokenizer:
         key = (card.directory, card.chat.template)

@@ -5,8 +5,11 @@ take more pauses the connection.
 """
 
 import asyncio
+import fcntl
 import logging
 import socket
+import struct
+import termios
 from typing import Protocol, cast
 
 import httptools
@@ -44,7 +47,7 @@ class Guard(Protocol):
     """Decides which connections the frontend's port accepts."""
 
     def admit(self, source_port: int) -> None:
-        """Accept a connection from `source_port`, which this process has bound."""
+        """Accept a connection from `source_port`, which this process has bound. Raises OSError if it cannot."""
 
     def settle(self, source_port: int) -> None:
         """The connection is established or has ended."""
@@ -92,6 +95,14 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.writelines((head, body))
         else:
             self._transport.write(head)
+
+    def is_established(self) -> bool:
+        """Whether the frontend's end has acknowledged a request, so that it exists."""
+        if self._receiver is None or self._transport is None or self._transport.get_write_buffer_size():
+            return False
+        sock = self._transport.get_extra_info("socket")
+        unsent = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0]
+        return bool(unsent == 0)
 
     def abort(self) -> None:
         """Close the connection at once, which cancels the request at the frontend. The receiver is not called again."""
@@ -193,6 +204,7 @@ class UpstreamPool:
         self._guard = guard
         self._idle: list[UpstreamConnection] = []
         self._all: set[UpstreamConnection] = set()
+        self._unsettled: set[UpstreamConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
 
     @property
@@ -221,9 +233,15 @@ class UpstreamPool:
 
     def settle(self, connection: UpstreamConnection) -> None:
         """The connection is established at the frontend too, or has ended."""
+        self._unsettled.discard(connection)
         if self._guard is not None:
             self._guard.settle(connection.source_port)
         connection.source_port = 0
+
+    def _settle_established(self) -> None:
+        """Settle connections without an answer too: thousands of requests may wait for their first token."""
+        for connection in [each for each in self._unsettled if each.is_established()]:
+            self.settle(connection)
 
     def forget(self, connection: UpstreamConnection) -> None:
         """Remove a closed connection."""
@@ -264,7 +282,9 @@ class UpstreamPool:
             sock.bind((self._host, 0))
             connection.source_port = sock.getsockname()[1]
             if self._guard is not None:
+                self._settle_established()
                 self._guard.admit(connection.source_port)
+                self._unsettled.add(connection)
             await loop.sock_connect(sock, (self._host, self.port))
             await loop.create_connection(lambda: connection, sock=sock)
         except BaseException:

@@ -64,15 +64,15 @@ def _runtime_fields(text: str) -> Fields | None:
         return None
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return cast(Fields, fields) if isinstance(fields, dict) and {"level", "target"} <= fields.keys() else None
 
 
 def _time(fields: Fields, now: datetime) -> datetime:
     try:
-        return datetime.fromisoformat(str(fields["time"]))
-    except (KeyError, ValueError):
+        return datetime.fromisoformat(str(fields["time"])).astimezone()
+    except (KeyError, ValueError, OverflowError):
         return now
 
 

@@ -95,3 +95,9 @@ def test_an_error_in_the_stream_is_the_answer() -> None:
 def test_only_whole_answers_with_a_forced_call_are_joined(body: dict[str, Any], forced: bool) -> None:
     stream = {**body, "stream": True, "stream_options": {"include_usage": True}}
     assert as_stream(body) == (stream if forced else None)
+
+
+def test_a_stream_that_ends_early_is_an_error() -> None:
+    events = stream(piece(content="x")).removesuffix(b"data: [DONE]\n\n")
+    error: Any = joined_answer(events)["error"]
+    assert error["code"] == 503

@@ -45,3 +45,10 @@ def test_bytes_that_are_no_text_and_empty_lines_do_no_harm() -> None:
 def test_the_message_of_a_line_is_what_follows_its_logger() -> None:
     assert message_of(OURS) == "r-1 completed"
     assert message_of(convert(b"killed\n", NOW)) == "killed"
+
+
+def test_lines_that_look_like_those_of_the_runtime_and_cannot_be_read_are_output() -> None:
+    deep = b'{"a":' + b"[" * 100_000
+    assert convert(deep + b"\n", NOW) == f"{HERE} INFO output ".encode() + deep + b"\n"
+    line = b'{"time":"0001-01-01T00:00:00+14:00","level":"INFO","target":"t","message":"m"}\n'
+    assert convert(line, NOW) == f"{HERE} INFO t m\n".encode()

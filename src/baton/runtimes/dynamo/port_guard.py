@@ -32,12 +32,23 @@ class PortGuard:
     def __init__(self, port: int) -> None:
         self._admitted: set[int] = set()
         self._listeners = list(find_listeners(port))
-        self._attach()
+        try:
+            self._attach()
+        except OSError as error:
+            log.warning("other users of this host can reach the frontend without a key: %s", error)
+            self.close()
 
     def admit(self, source_port: int) -> None:
-        """Let a connection from `source_port` on 127.0.0.1, which the caller has bound, be established."""
+        """Let a connection from `source_port` on 127.0.0.1, which the caller has bound, be established.
+
+        Raises OSError if too many are admitted that have not settled: a filter has at most 4,096 instructions.
+        """
         self._admitted.add(source_port)
-        self._attach()
+        try:
+            self._attach()
+        except OSError:
+            self._admitted.discard(source_port)
+            raise
 
     def settle(self, source_port: int) -> None:
         """The connection is established or has ended."""
@@ -54,12 +65,7 @@ class PortGuard:
         code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
         program = struct.pack("HL", len(instructions), ctypes.addressof(code))
         for listener in self._listeners:
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
-            except OSError as error:
-                log.warning("other users of this host can reach the frontend without a key: %s", error)
-                self.close()
-                return
+            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
 def _program(ports: list[int]) -> list[Instruction]:

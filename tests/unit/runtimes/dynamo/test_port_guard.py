@@ -1,9 +1,14 @@
 """Only admitted source ports reach a guarded listener."""
 
+import asyncio
 import socket
 
 import pytest
+import uvloop
 
+from baton.edge.messages import Headers
+from baton.edge.upstream import UpstreamConnection, UpstreamPool
+from baton.errors import BatonError
 from baton.runtimes.dynamo.port_guard import PortGuard
 
 
@@ -52,3 +57,68 @@ def test_a_closed_guard_does_not_keep_the_port() -> None:
         guard.close()
     with bound() as client, pytest.raises(ConnectionRefusedError):
         client.connect(("127.0.0.1", port))
+
+
+def admit_all(guard: PortGuard, ports: range) -> None:
+    for port in ports:
+        guard.admit(port)
+
+
+def test_more_ports_than_a_filter_has_room_for_are_refused_and_the_others_stay() -> None:
+    with listening() as listener, bound() as friend:
+        target = listener.getsockname()
+        guard = PortGuard(target[1])
+        guard.admit(friend.getsockname()[1])
+        with pytest.raises(OSError):
+            admit_all(guard, range(1, 5000))
+        friend.connect(target)
+        guard.close()
+
+
+class Waiting:
+    """A request that gets no answer."""
+
+    def __init__(self) -> None:
+        self.connection: UpstreamConnection | None = None
+
+    def on_connected(self, connection: UpstreamConnection) -> None:
+        self.connection = connection
+        connection.send(self, b"GET / HTTP/1.1\r\n\r\n", b"")
+
+    def on_lost(self, error: BatonError) -> None:
+        pass
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        pass
+
+    def on_data(self, data: bytes) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def on_end(self) -> None:
+        pass
+
+
+def test_requests_that_wait_for_their_answers_keep_nobody_out() -> None:
+    async def body() -> None:
+        accepted: list[socket.socket] = []
+        with listening() as listener:
+            listener.listen(128)
+            listener.setblocking(False)
+            asyncio.get_running_loop().add_reader(listener, lambda: accepted.append(listener.accept()[0]))
+            port = listener.getsockname()[1]
+            guard = PortGuard(port)
+            pool = UpstreamPool("127.0.0.1", port, guard)
+            waiting = [Waiting() for _ in range(2200)]
+            for first in range(0, len(waiting), 50):
+                await asyncio.wait([pool.connect(each) for each in waiting[first : first + 50]])
+            assert all(each.connection is not None for each in waiting)
+            asyncio.get_running_loop().remove_reader(listener)
+            pool.close()
+            guard.close()
+            for each in accepted:
+                each.close()
+
+    uvloop.run(body())
