@@ -255,6 +255,8 @@ def run_layout(name: str, texts: Mapping[Question, str], flags: tuple[str, ...],
         processes = deployment.processes()
         run = Run(
             layout=name,
+            date=datetime.now(UTC).date().isoformat(),
+            commit=git_commit(),
             requests=total,
             seconds=seconds,
             outcomes=dict(clients.tally.outcomes),
@@ -286,6 +288,16 @@ def _all_healthy(deployment: Deployment) -> None:
     eventually(lambda: _healthy(deployment), 120, "every worker is healthy")
 
 
+def write(runs: Mapping[str, Run], out: Path) -> None:
+    """Write `runs`, and those of other layouts that are in the file already."""
+    data = out.with_suffix(".json")
+    earlier = msgspec.json.decode(data.read_bytes(), type=list[Run]) if data.exists() else []
+    by_layout = {run.layout: run for run in earlier} | dict(runs)
+    rows = [by_layout[name] for name in LAYOUTS if name in by_layout]
+    out.write_text(to_markdown(rows, describe_machine()))
+    data.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+
+
 def main() -> None:
     """Run the layouts, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -303,15 +315,13 @@ def main() -> None:
     with aggregated(directory, flags) as deployment:
         texts = reference(deployment.system, questions)
         deployment.system.stop()
-    runs = []
+    runs = {}
     for name in args.layouts:
-        run = run_layout(name, texts, flags, args.requests, args.seed)
-        print(run.line(), flush=True)
-        runs.append(run)
-    args.out.write_text(to_markdown(runs, datetime.now(UTC).date().isoformat(), git_commit(), describe_machine()))
-    args.out.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(runs), indent=1))
+        runs[name] = run_layout(name, texts, flags, args.requests, args.seed)
+        print(runs[name].line(), flush=True)
+        write(runs, args.out)
     shutil.rmtree(directory, ignore_errors=True)
-    raise SystemExit(0 if all(run.is_clean for run in runs) else 1)
+    raise SystemExit(0 if all(run.is_clean for run in runs.values()) else 1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """What was counted in one layout; pairs are from before and after the faults."""
 
     layout: str
+    date: str
+    commit: str
     requests: int
     seconds: float
     outcomes: dict[str, int]
@@ -61,14 +63,14 @@ that has served.
 """
 
 
-def to_markdown(runs: list[Run], date: str, commit: str, machine: Machine) -> str:
+def to_markdown(runs: list[Run], machine: Machine) -> str:
     """Return the page for `bench/results/`."""
     rows = [_row(run) for run in runs]
     return "\n".join(
         [
             "# Reliability",
             "",
-            f"{date}, commit {commit}, {machine.cores} cores of {machine.cpu}, Python {machine.python}."
+            f"{machine.cores} cores of {machine.cpu}, Python {machine.python}."
             f' `make reliability ARGS="--requests {max(run.requests for run in runs)}"`.',
             "",
             CONDITIONS,
@@ -96,6 +98,7 @@ def _row(run: Run) -> dict[str, str]:
         "longest gap, s": f"{run.longest_gap_s:.1f}",
         "faults": ", ".join(f"{count} {name}" for name, count in sorted(run.faults.items())),
         "seconds": f"{run.seconds:.0f}",
+        "measured": f"{run.date}, {run.commit}",
     }
 
 
