@@ -105,4 +105,4 @@ class EncodeHandler:
         tracked.lifecycle.advance(State.STREAMING)
         ticket = new_ticket(self._producer.address, 0, 1)
         lease = self._producer.offer(ticket, tracked.prompt_tokens)
-        return params_of(ticket, encoded.params), lease
+        return params_of(ticket, encoded.params or {}), lease

@@ -20,7 +20,7 @@ from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvComputed, KvWanted
 
 
-class KvShape(msgspec.Struct, frozen=True, kw_only=True):
+class KvShape(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
     """What two KV caches must have in common for a block of one to be valid in the other."""
 
     model: str
@@ -31,15 +31,26 @@ class KvShape(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
 
 
-class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache of an engine as bytes.
+class EmbeddingShape(msgspec.Struct, frozen=True, kw_only=True, tag="embedding"):
+    """What an encoder and a language model must have in common for rows of the one to be valid in the other.
 
-    It consists of `planes` planes of equal length, contiguous from `address` (keys and values of each layer); a plane
-    holds its part of every block, in block order. `descriptor` is the file that the memory maps from offset 0, if other
-    processes may map it too.
+    `model` identifies the encoder with its preprocessing; a row has `size` numbers of type `dtype`.
     """
 
-    shape: KvShape
+    model: str
+    dtype: str
+    size: int
+
+
+class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory in blocks that other workers may read: a KV cache, or embeddings of media.
+
+    It consists of `planes` planes of equal length, contiguous from `address` (keys and values of each layer; one plane
+    for embeddings); a plane holds its part of every block, in block order. `descriptor` is the file that the memory
+    maps from offset 0, if other processes may map it too.
+    """
+
+    shape: KvShape | EmbeddingShape
     address: int
     planes: int
     plane_bytes: int
@@ -163,7 +174,7 @@ class TransportClient(Protocol):
     def name(self) -> str:
         """The name of the transport, as in `--kv-transports`."""
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> "Channel":
+    async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> "Channel":
         """Return a channel to a producer with this `memory`, from the details its server returned. Raises PeerLost."""
 
     async def close(self) -> None:

@@ -359,7 +359,8 @@ def _local_probe(context: RoleContext) -> Probe:
 
 
 def _shape(info: EngineInfo) -> KvShape | None:
-    return info.kv.shape if info.kv is not None else None
+    shape = info.kv.shape if info.kv is not None else None
+    return shape if isinstance(shape, KvShape) else None
 
 
 _ROLES: dict[str, Callable[[RoleContext], Awaitable[RoleService]]] = {

@@ -34,14 +34,59 @@ class MediaFile(msgspec.Struct, frozen=True, kw_only=True, tag="file"):
     place: str = "media"
 
 
-class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding"):
-    """Media encoded elsewhere: rows of an array, and the grid of each item in time, height and width."""
+class EncodedItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of media that has been encoded to rows, without the rows. It crosses the wire.
+
+    `content_hash` identifies the rows: it covers the media, the preprocessing and the encoder. `expansion` is what
+    replaces the item's placeholder in the prompt, as (token, count) runs; every `embed_token` in it is one row, so
+    there are `rows` of them. `grid` is the size in time, height and width of each part, in patches, for encoders with
+    3-D positions; `seconds_per_grid` and `timestamps` place the frames of a video in time.
+    """
 
     modality: str
-    data: bytes
-    dtype: str
-    shape: tuple[int, ...]
+    content_hash: str
+    expansion: tuple[tuple[int, int], ...]
+    embed_token: int
+    rows: int
     grid: tuple[tuple[int, int, int], ...] = ()
+    seconds_per_grid: float | None = None
+    timestamps: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if sum(count for token, count in self.expansion if token == self.embed_token) != self.rows:
+            raise ValueError(f"the expansion does not have {self.rows} places for rows")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens of the prompt the item takes."""
+        return sum(count for _, count in self.expansion)
+
+
+class PlacedItem(msgspec.Struct, frozen=True, kw_only=True):
+    """An encoded item and its placeholder: the index in the token ids of the request, before any expansion."""
+
+    item: EncodedItem
+    index: int
+
+
+class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding"):
+    """An encoded item at its place in the prompt: its expansion begins at token `position` of `Work.token_ids`.
+
+    `data` has the rows, contiguous, of `size` numbers of type `dtype` each; it is valid until the work has ended. It is
+    None where the KV of the prompt comes from another worker: the rows are in the KV, and the item still decides
+    positions and block hashes.
+    """
+
+    item: EncodedItem
+    position: int
+    dtype: str
+    size: int
+    data: memoryview | None = None
+
+    @property
+    def modality(self) -> str:
+        """The modality of the item."""
+        return self.item.modality
 
 
 class MediaHandles(msgspec.Struct, frozen=True, kw_only=True, tag="handles"):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, PeerLost
-from baton.ports.transfer import Channel, KvMemory, TransportClient
+from baton.ports.transfer import BlockMemory, Channel, TransportClient
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvWanted
 from baton.transfer import wire
@@ -28,7 +28,7 @@ GIVEN_UP = Cancelled("the decode worker has given up its claim")
 T = TypeVar("T")
 
 
-def open_room_client(options: KvTransferOptions, memory: KvMemory | None) -> "RoomClient":
+def open_room_client(options: KvTransferOptions, memory: BlockMemory | None) -> "RoomClient":
     """Return a client that fetches KV into `memory`, or only claims it for an engine that fetches KV itself.
 
     Raises ConfigError.
@@ -40,7 +40,7 @@ class RoomClient:
     """A Consumer (see `ports/transfer.py`). Event-loop thread only."""
 
     def __init__(
-        self, options: KvTransferOptions, memory: KvMemory | None, transports: Sequence[TransportClient]
+        self, options: KvTransferOptions, memory: BlockMemory | None, transports: Sequence[TransportClient]
     ) -> None:
         self.options = options
         self.memory = memory
@@ -104,7 +104,7 @@ class RoomClient:
 
     @asynccontextmanager
     async def channel_to(
-        self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory
+        self, claim: "RoomClaim", accepted: wire.Accepted, memory: BlockMemory
     ) -> AsyncIterator[tuple[Channel, str]]:
         """Provide the channel to a producer's `memory`, and its transport; the first claim negotiates it.
 
@@ -148,7 +148,7 @@ class RoomClient:
         peer.used_at = time.monotonic()
         return peer
 
-    async def _negotiate(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Channel, str]:
+    async def _negotiate(self, claim: "RoomClaim", accepted: wire.Accepted, memory: BlockMemory) -> tuple[Channel, str]:
         problems = [f"it offers {', '.join(accepted.transports)}"]
         for client in self._transports:
             if client.name not in accepted.transports:
@@ -307,7 +307,7 @@ class RoomClaim:
         problem = "the prefill worker did not confirm that the KV was still held"
         await _within(ANSWER_TIMEOUT_S, self._released, problem)
 
-    async def _fetch(self, channel: Channel, transport: str, wanted: KvWanted, memory: KvMemory) -> None:
+    async def _fetch(self, channel: Channel, transport: str, wanted: KvWanted, memory: BlockMemory) -> None:
         """Copy the wanted blocks into `memory`, part by part as they are computed."""
         position = 0
         end = wanted.first + len(wanted.blocks)

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
-from baton.ports.transfer import KvMemory
+from baton.ports.transfer import BlockMemory
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvComputed
 from baton.transfer import wire
@@ -29,7 +29,7 @@ BACKLOG = 512
 
 
 async def open_room_server(
-    options: KvTransferOptions, memory: KvMemory | None, host: str, bootstrap_address: tuple[str, int] | None = None
+    options: KvTransferOptions, memory: BlockMemory | None, host: str, bootstrap_address: tuple[str, int] | None = None
 ) -> "RoomServer":
     """Listen on `host` for claims to KV in `memory`, or of an engine that moves KV itself, at `bootstrap_address`.
 
@@ -50,7 +50,7 @@ class RoomServer:
     def __init__(
         self,
         options: KvTransferOptions,
-        memory: KvMemory | None,
+        memory: BlockMemory | None,
         listener: socket.socket,
         bootstrap_address: tuple[str, int] | None = None,
     ) -> None:
@@ -254,7 +254,7 @@ class _ClaimSession:
     """One connected consumer and its claim."""
 
     def __init__(
-        self, producer: RoomServer, memory: KvMemory | None, options: KvTransferOptions, slot: ConnectionSlot
+        self, producer: RoomServer, memory: BlockMemory | None, options: KvTransferOptions, slot: ConnectionSlot
     ) -> None:
         self.connection = incoming_connection(options.heartbeat_s, options.peer_timeout_s)
         self.connection.on_message = self._receive

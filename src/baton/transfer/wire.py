@@ -34,7 +34,7 @@ from baton.errors import (
     PeerLost,
     Unsupported,
 )
-from baton.ports.transfer import KvMemory
+from baton.ports.transfer import BlockMemory
 from baton.protocol.handoff import Room, Secret
 
 ROOM_PREAMBLE = b"BatonKV2.room..."
@@ -51,14 +51,14 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 
     room: Room
     secret: Secret
-    memory: KvMemory | None
+    memory: BlockMemory | None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     """The claim is accepted. `producer` identifies the producer's process: it changes with every start."""
 
     producer: str
-    memory: KvMemory | None
+    memory: BlockMemory | None
     transports: tuple[str, ...]
     prompt_tokens: int
     bootstrap_address: tuple[str, int] | None = None

@@ -11,7 +11,7 @@ from baton.handlers.decode import DecodeHandler
 from baton.handlers.prefill import PrefillHandler
 from baton.handlers.probe import ProbeHandler
 from baton.ports.engine import EngineInfo
-from baton.ports.transfer import KvMemory, KvShape
+from baton.ports.transfer import BlockMemory, KvShape
 from baton.protocol.handoff import Ticket
 from baton.protocol.lifecycle import State
 from baton.protocol.outputs import KvComputed, KvWanted
@@ -22,7 +22,7 @@ from baton.testing.fakes import SCRIPTED_INFO
 from baton.testing.memory_runtime import MemoryContext
 
 SHAPE = KvShape(model="tiny", dtype="float32", layers=1, kv_heads=1, head_dim=4, block_size=16)
-MEMORY = KvMemory(shape=SHAPE, address=0, planes=2, plane_bytes=0, block_bytes=256, blocks=0)
+MEMORY = BlockMemory(shape=SHAPE, address=0, planes=2, plane_bytes=0, block_bytes=256, blocks=0)
 INFO_WITH_KV = msgspec.structs.replace(SCRIPTED_INFO, kv=MEMORY)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, PeerLost
-from baton.ports.transfer import KvMemory, KvShape, TransportClient
+from baton.ports.transfer import BlockMemory, KvShape, TransportClient
 from baton.protocol.handoff import Ticket
 from baton.protocol.outputs import KvComputed, KvWanted
 from baton.testing import eventually, run_bounded
@@ -67,7 +67,7 @@ async def pair(
     options: KvTransferOptions = QUICK,
     shape: KvShape = SHAPE,
     host: str = "127.0.0.1",
-    transports: Callable[[KvMemory], Sequence[TransportClient]] | None = None,
+    transports: Callable[[BlockMemory], Sequence[TransportClient]] | None = None,
 ) -> AsyncIterator[Pair]:
     theirs, mine = Cache(1, PLANES, BLOCKS, BLOCK_BYTES), Cache(2, PLANES, 40, BLOCK_BYTES, shape=shape)
     mine.bytes[:] = 0
@@ -442,7 +442,7 @@ async def until_closed(caller: socket.socket) -> None:
 
 
 LONG_MODEL = msgspec.structs.replace(SHAPE, model="m" * 1_000_000)
-LONG_MEMORY = KvMemory(shape=LONG_MODEL, address=0, planes=4, plane_bytes=1, block_bytes=1, blocks=1)
+LONG_MEMORY = BlockMemory(shape=LONG_MODEL, address=0, planes=4, plane_bytes=1, block_bytes=1, blocks=1)
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ class ScriptedClient:
     def __init__(self, channel: StalledChannel | None = None) -> None:
         self._channel = channel
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> StalledChannel:
+    async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> StalledChannel:
         if self._channel is None:
             raise PeerLost("another host")
         return self._channel
@@ -617,7 +617,7 @@ def test_a_failed_fetch_leaves_the_channel_to_the_handoffs_that_use_it() -> None
         channels: list[SharedChannel] = []
 
         class Client(ScriptedClient):
-            async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> SharedChannel:  # type: ignore[override]
+            async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> SharedChannel:  # type: ignore[override]
                 channels.append(SharedChannel())
                 return channels[-1]
 

@@ -19,12 +19,12 @@ from baton.errors import (
     Overloaded,
     PeerLost,
 )
-from baton.ports.transfer import KvMemory, KvShape
+from baton.ports.transfer import BlockMemory, KvShape
 from baton.protocol.handoff import MAX_SECRET_BYTES
 from baton.transfer import wire
 
 SHAPE = KvShape(model="m", dtype="bfloat16", layers=2, kv_heads=1, head_dim=8, block_size=16)
-MEMORY = KvMemory(shape=SHAPE, address=4096, planes=4, plane_bytes=4096, block_bytes=256, blocks=16)
+MEMORY = BlockMemory(shape=SHAPE, address=4096, planes=4, plane_bytes=4096, block_bytes=256, blocks=16)
 MESSAGES: list[wire.Message] = [
     wire.Claim(2**63 - 1, bytes(range(16)), MEMORY),
     wire.Accepted("producer", MEMORY, ("shm", "tcp"), 77),

@@ -27,17 +27,18 @@ def media_fields(media: Sequence[Media]) -> dict[str, list[Any]]:
     return fields
 
 
-def _embedding(item: MediaEmbedding) -> dict[str, Any]:
+def _embedding(media: MediaEmbedding) -> dict[str, Any]:
     """Return precomputed embedding rows in the format of SGLang's own processor output."""
     import torch
 
-    dtype = getattr(torch, item.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidRequest(f"media: {item.dtype!r} is not a torch dtype")
+    item = media.item
+    dtype = getattr(torch, media.dtype, None)
+    if not isinstance(dtype, torch.dtype) or media.data is None:
+        raise InvalidRequest(f"media: there are no rows of type {media.dtype}")
     try:
-        rows = torch.frombuffer(bytearray(item.data), dtype=dtype).reshape(item.shape)
+        rows = torch.frombuffer(bytearray(media.data), dtype=dtype).reshape(item.rows, media.size)
     except (RuntimeError, ValueError) as error:
-        raise InvalidRequest(f"media: {len(item.data)} bytes are not {item.dtype} of shape {item.shape}") from error
+        raise InvalidRequest(f"media: {len(media.data)} bytes are not {item.rows} rows of {media.dtype}") from error
     fields: dict[str, Any] = {
         "format": "processor_output",
         "modality": item.modality.upper(),
