@@ -152,6 +152,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         salt = extensions.get("cache_salt") if isinstance(extensions, dict) else None
         return salt if isinstance(salt, str) and salt else None
 
+    def with_prompt(self, token_ids: tuple[int, ...]) -> "GenerateRequest":
+        """Return the request with another prompt."""
+        return self if token_ids is self.token_ids else msgspec.structs.replace(self, token_ids=token_ids)
+
     def for_prefill(self) -> "GenerateRequest":
         """Return the request that computes the KV of the prompt and one token, for one choice.
 

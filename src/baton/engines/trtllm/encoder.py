@@ -126,7 +126,7 @@ class TrtllmEncoder:
     @property
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
-        return Capabilities(generate=False, media_encoding=True, modalities=frozenset({"image"}))
+        return Capabilities(generate=False, media_encoding=True, encoded_modalities=frozenset({"image"}))
 
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
