@@ -21,7 +21,7 @@ from baton.handlers.admission import admit_encode
 from baton.handlers.leases import LeaseReaper, fail_lease
 from baton.handlers.media import LoadedMedia, named_media
 from baton.handlers.media_encoder import MediaEncoder
-from baton.handlers.media_rows import describe, offered_blocks
+from baton.handlers.media_rows import describe, offered_blocks, wait_for_rows
 from baton.handlers.relay import abort
 from baton.handlers.tickets import new_ticket, params_of, rows_params
 from baton.media.embedding_store import Hold
@@ -81,8 +81,8 @@ class EncodeHandler:
             media = LoadedMedia()
             try:
                 if self._encoder is not None:
-                    hold = await tracked.scope.wait(
-                        self._encoder.encode(work.media, work.token_ids, work.trace_headers)
+                    hold = await wait_for_rows(
+                        tracked.scope, self._encoder.encode(work.media, work.token_ids, work.trace_headers)
                     )
                     media = LoadedMedia(hold=hold)
                     result, lease = self._offer_rows(self._encoder, hold, tracked)

@@ -17,7 +17,7 @@ import msgspec
 
 from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
 from baton.handlers.media_encoder import MediaEncoder
-from baton.handlers.media_rows import RowsInput
+from baton.handlers.media_rows import RowsInput, wait_for_rows
 from baton.handlers.placed_prompt import embeddings, expanded, find, has_placeholders, place
 from baton.handlers.placeholders import as_plain_text
 from baton.handlers.tickets import EncoderResult, read_encoder_result
@@ -141,7 +141,8 @@ class MediaInput:
                 log.warning("%s media are encoded here instead: %s", tracked.request_id, error.message)
         files = await self._files(request, tracked)
         if self._encoder is not None:
-            hold = await tracked.scope.wait(self._encoder.encode(files, request.token_ids, trace_headers))
+            encoding = self._encoder.encode(files, request.token_ids, trace_headers)
+            hold = await wait_for_rows(tracked.scope, encoding)
             return self._placed(request, hold)
         if not {file.modality for file in files} <= self._can.modalities:
             raise PeerLost(
@@ -213,7 +214,7 @@ class MediaInput:
 
     async def _encoded(self, request: GenerateRequest, result: EncoderResult, tracked: TrackedRequest) -> LoadedMedia:
         if self._rows is not None:
-            return self._placed(request, await tracked.scope.wait(self._rows.fetch(result)))
+            return self._placed(request, await wait_for_rows(tracked.scope, self._rows.fetch(result)))
         if self._handles is None or not self._can.media_handles:
             raise Unsupported("encoder_result: this engine does not read media from encode workers")
         return await self._claim_handles(self._handles, result, tracked)

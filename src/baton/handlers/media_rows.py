@@ -6,7 +6,7 @@ encoder_result ──► shape compared ──► all rows here? ──yes──
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 
 from baton.engine_kit.threads import fail, resolve
 from baton.errors import BatonError, InvalidRequest, PeerLost
@@ -16,6 +16,7 @@ from baton.ports.transfer import Claim, Consumer
 from baton.protocol.handoff import Ticket
 from baton.protocol.media import EncodedMedia, HeldItem
 from baton.protocol.outputs import KvComputed, KvWanted
+from baton.request.cancel_scope import CancelScope
 
 
 def describe(hold: Hold, store: EmbeddingStore, owner: tuple[str, int], claim_timeout_s: float) -> EncodedMedia:
@@ -39,6 +40,24 @@ def offered_blocks(hold: Hold) -> KvComputed:
     """Return the blocks of each different item, in order."""
     slots = {slot.content_hash: slot for slot in hold.slots}
     return KvComputed(tuple(number for slot in slots.values() for number in slot.numbers), complete=True)
+
+
+async def wait_for_rows(scope: CancelScope, loading: Coroutine[None, None, Hold]) -> Hold:
+    """Return the rows that `loading` returns. Raises its errors, and the one that the scope fires with.
+
+    Rows that arrive when the caller is already cancelled are released.
+    """
+    task = asyncio.create_task(loading)
+    try:
+        return await scope.wait(task)
+    except BaseException:
+        task.add_done_callback(_release)
+        raise
+
+
+def _release(task: "asyncio.Task[Hold]") -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().release()
 
 
 class RowsInput:

@@ -13,10 +13,10 @@ from baton.handlers.aggregated import AggregatedHandler
 from baton.handlers.decode import DecodeHandler
 from baton.handlers.media import MediaInput
 from baton.handlers.media_encoder import MediaEncoder
-from baton.handlers.media_rows import RowsInput
+from baton.handlers.media_rows import RowsInput, wait_for_rows
 from baton.handlers.prefill import PrefillHandler
 from baton.handlers.tickets import params_of, rows_params
-from baton.media.embedding_store import EmbeddingStore
+from baton.media.embedding_store import EmbeddingStore, Hold, Wanted
 from baton.ports.engine import (
     Capabilities,
     Encoded,
@@ -33,6 +33,7 @@ from baton.protocol.handoff import Ticket
 from baton.protocol.media import EncodedItem, EncodedMedia, HeldItem, MediaEmbedding, PlacedItem
 from baton.protocol.outputs import Chunk, Finished, FinishReason, HandoffReady, TokenDelta
 from baton.protocol.requests import GenerateRequest
+from baton.request.cancel_scope import CancelScope
 from baton.request.gate import Gate
 from baton.request.tracker import RequestLimits, RequestTracker
 from baton.testing import RecordingObserver, ScriptedEngine, eventually, run_bounded
@@ -394,6 +395,26 @@ def test_an_early_prefill_opens_its_room_before_media_are_encoded() -> None:
         with pytest.raises(InvalidRequest):
             await collect(failing.prefill.generate(sent, failing.context))
         assert type(failing.producer.leases[0].failed) is InvalidRequest, "the decode worker gets the reason"
+
+    run_bounded(body())
+
+
+def test_rows_that_arrive_in_the_moment_of_a_cancellation_are_released() -> None:
+    async def body() -> None:
+        store = EmbeddingStore(SHAPE, 1 << 20)
+        waiting: list[asyncio.Task[Hold]] = []
+
+        async def load() -> Hold:
+            hold = await store.hold([Wanted("a", 8)])
+            assert hold is not None
+            hold.filled(hold.new[0], item(A))
+            asyncio.get_running_loop().call_soon(waiting[0].cancel)
+            return hold
+
+        waiting.append(asyncio.create_task(wait_for_rows(CancelScope(), load())))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[0]
+        await eventually(lambda: store.misses == 1 and store.pinned == 0)
 
     run_bounded(body())
 
