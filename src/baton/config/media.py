@@ -64,7 +64,8 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=3600,
-            description="Seconds that fetching one media item may take. Keep it below kv.claim_timeout_s.",
+            description="Seconds that loading the media of a request may take, from waiting for max_total_bytes to the"
+            " last byte. Keep it below kv.claim_timeout_s.",
         ),
     ] = 8.0
     decode_timeout_s: Annotated[

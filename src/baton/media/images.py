@@ -1,4 +1,4 @@
-"""Images, read with Pillow. All functions are slow: call them with `decoding.run_decoding`.
+"""Images, read with Pillow. All functions are slow: engines call them with `decoding.run_decoding`.
 
 `decode_image` converts as transformers does: rotated by EXIF data, then converted to RGB. Alpha is dropped: a
 transparent pixel has the colour that is stored for it. Images of 16 bits are scaled to 8, where Pillow would cut off.

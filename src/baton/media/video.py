@@ -1,4 +1,4 @@
-"""Videos, decoded with PyAV (FFmpeg). All functions are slow: call them with `decoding.run_decoding`.
+"""Videos, decoded with PyAV (FFmpeg). All functions are slow: engines call them with `decoding.run_decoding`.
 
 Nothing in a header is trusted: the frames of the file are counted and their times read before any is decoded, and
 limits apply to what was found. FFmpeg reads only the bytes of the file: its demuxers for playlists, which open other
