@@ -130,14 +130,24 @@ class _Reader:
             self.__exit__()
             raise InvalidRequest(f"{self._file.place}: the file has no video, or more than {MAX_STREAMS} streams")
         self._stream: Any = streams[0]
-        self._stream.codec_context.options = self._decoder_options()
-        self._stream.codec_context.thread_count = 1  # more threads keep more frames in memory
+        self._prepare_decoder()
         return self
 
     def _open(self, kind: str) -> Any:
         # FFmpeg decodes frames while it opens a file whose container does not name their size.
         options = [self._decoder_options()] * MAX_STREAMS
         return self._av.open(io.BytesIO(self._file.data), format=kind, io_open=_refuse_io, stream_options=options)
+
+    def _prepare_decoder(self) -> None:
+        decoder = self._stream.codec_context
+        if decoder is None or decoder.name not in CODECS:
+            name = decoder.name if decoder is not None else "of the file"
+            self.__exit__()
+            raise InvalidRequest(f"{self._file.place}: the video codec {name} is not supported")
+        decoder.options = self._decoder_options()
+        decoder.thread_count = 1  # more threads keep more frames in memory
+        # Read once: while it decodes, a decoder changes them to those of the last frame.
+        self.width, self.height = int(decoder.width), int(decoder.height)
 
     def _decoder_options(self) -> dict[str, str]:
         """Decoders allocate frames of the size in the stream, whatever the container says."""
@@ -146,14 +156,6 @@ class _Reader:
     def __exit__(self, *raised: object) -> None:
         if self._container is not None:
             self._container.close()
-
-    @property
-    def width(self) -> int:
-        return int(self._stream.codec_context.width)
-
-    @property
-    def height(self) -> int:
-        return int(self._stream.codec_context.height)
 
     @property
     def time_base(self) -> Fraction:
@@ -165,9 +167,6 @@ class _Reader:
         return Fraction(rate) if rate else None
 
     def check_header(self) -> None:
-        codec = self._stream.codec_context.name
-        if codec not in CODECS:
-            raise InvalidRequest(f"{self._file.place}: the video codec {codec} is not supported")
         self._check_frame_size(self.width, self.height)
         if self._stream.duration:
             self._check_duration(float(self._stream.duration * self.time_base))

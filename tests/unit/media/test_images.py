@@ -2,6 +2,7 @@
 
 import io
 import struct
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 from baton.errors import InvalidRequest
 from baton.media.images import decode_image, image_size
 from baton.protocol.media import DecodeLimits, MediaFile
-from tests.unit.media.media_sites import PLACE, png, png_of, png_that_claims
+from tests.unit.media.media_sites import PLACE, damaged, png, png_of, png_that_claims
 
 
 def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -124,6 +125,15 @@ def test_limits_apply_to_header_and_decoding() -> None:
             read(file_of(png(11, 10), max_pixels=100))
         with pytest.raises(InvalidRequest, match="too narrow"):
             read(file_of(png(201, 1)))
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+def test_damaged_images_are_refused_or_have_other_pixels_and_nothing_else(kind: str) -> None:
+    for data in damaged(saved(Image.effect_noise((30, 20), 50).convert("RGB"), kind), 200):
+        with suppress(InvalidRequest):
+            size = image_size(file_of(data))
+            assert decode_image(file_of(data)).size == size
 
 
 def test_decompression_bomb_is_refused() -> None:

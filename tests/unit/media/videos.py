@@ -2,10 +2,12 @@
 
 import io
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import av
 import numpy as np
+from PIL import Image
 
 
 def brightness(index: int, frames: int) -> int:
@@ -33,6 +35,23 @@ def video(
                 frame.pts = frame.pts * fps * seconds_between
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+    return file.getvalue()
+
+
+def of_sizes(*sizes: tuple[int, int]) -> bytes:
+    """Return a video with a frame of each size. Its header has the first."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream: Any = container.add_stream("mjpeg", rate=10)
+        stream.width, stream.height = sizes[0]
+        stream.pix_fmt = "yuvj420p"
+        for index, size in enumerate(sizes):
+            picture = io.BytesIO()
+            Image.new("RGB", size).save(picture, "JPEG")
+            packet = av.Packet(picture.getvalue())
+            packet.stream, packet.is_keyframe, packet.time_base = stream, True, Fraction(1, 10)
+            packet.pts = packet.dts = index
+            container.mux(packet)
     return file.getvalue()
 
 
