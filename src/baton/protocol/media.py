@@ -45,9 +45,9 @@ class DecodeLimits(msgspec.Struct, frozen=True, kw_only=True):
 class MediaFile(msgspec.Struct, frozen=True, kw_only=True, tag="file", weakref=True):
     """A media file, fetched under the worker's access policy: PNG, MP4, or another format that the engine reads.
 
-    `size` is the width and height in pixels that the header of an image or video names, as it is shown; None where it
-    has not been read. Whoever decodes the file keeps `limits`. Its bytes count against the limits of the loader as long
-    as the file exists.
+    `size` is the width and height in pixels that the header of an image or video names: of an image as it is shown, of
+    a video before it is rotated. It is None where it has not been read. Whoever decodes the file keeps `limits`. Its
+    bytes count against the limits of the loader as long as the file exists.
     """
 
     modality: str

@@ -9,7 +9,7 @@ from baton.errors import InvalidRequest
 from baton.media.video import Sampling, Video, VideoInfo, by_count, by_fps, decode_video, video_size
 from baton.protocol.media import DecodeLimits, MediaFile
 from tests.unit.media.media_sites import PLACE, damaged, png
-from tests.unit.media.videos import brightness, lying_samples, of_sizes, video
+from tests.unit.media.videos import brightness, lying_samples, of_sizes, turned, video
 
 SIX = by_count(6)
 
@@ -54,6 +54,22 @@ def test_every_frame_can_be_taken_in_one_pass() -> None:
     taken = decode(video(12), lambda _: range(12))
     assert taken.indices == tuple(range(12))
     assert [int(frame.mean()) for frame in taken.frames] == sorted(int(frame.mean()) for frame in taken.frames)
+
+
+@pytest.mark.parametrize(("clockwise", "white"), [(0, "left"), (1, "top"), (2, "right"), (3, "bottom")])
+def test_frames_are_rotated_as_the_video_is_shown(clockwise: int, white: str) -> None:
+    data = turned(clockwise)
+    frames = decode(data, SIX).frames
+    height, width = (24, 32) if clockwise % 2 == 0 else (32, 24)
+    assert frames.shape[1:3] == (height, width)
+    half = {
+        "left": frames[:, :, : width // 2],
+        "right": frames[:, :, width // 2 :],
+        "top": frames[:, : height // 2],
+        "bottom": frames[:, height // 2 :],
+    }
+    assert max(half, key=lambda name: half[name].mean()) == white
+    assert video_size(file_of(data)) == (32, 24)
 
 
 def test_numbers_outside_of_the_video_become_its_first_or_last_frame() -> None:
