@@ -35,6 +35,10 @@ def _torch(settings: Settings) -> Engine:
         if settings.context_length:
             raise ConfigError("the files of an embedding model set its context length: drop --context-length")
         return TorchEmbedder(settings.torch, directory, name)
+    if settings.role == "encode":
+        from baton.engines.torch.vision_engine import TorchVisionEngine
+
+        return TorchVisionEngine(settings.torch, directory, name)
     from baton.engines.torch.engine import TorchEngine
 
     options = msgspec.structs.replace(settings.torch, context=settings.context_length)

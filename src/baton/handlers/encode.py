@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator
 from baton.errors import InvalidRequest
 from baton.handlers.admission import admit_encode
 from baton.handlers.leases import LeaseReaper, fail_lease
-from baton.handlers.media import LoadedMedia, named_media
+from baton.handlers.media import LoadedMedia, media_files, named_media
 from baton.handlers.relay import abort
 from baton.handlers.tickets import new_ticket, params_of
 from baton.ports.engine import EncodeEngine, EncodeWork, EngineInfo
@@ -63,7 +63,7 @@ class EncodeHandler:
             work = EncodeWork(
                 request_id=tracked.request_id,
                 token_ids=request.token_ids,
-                media=await tracked.scope.wait(self._loader.load(named)),
+                media=media_files(await tracked.scope.wait(self._loader.load(named))),
                 trace_headers=context.trace_headers,
             )
             lease: Lease | None = None

@@ -13,11 +13,11 @@ from baton.handlers.tickets import encoder_ticket
 from baton.ports.engine import Capabilities, Work
 from baton.ports.media import MediaLoader
 from baton.ports.transfer import Claim, Consumer
-from baton.protocol.media import Media, MediaHandles, MediaUrl
+from baton.protocol.media import EmbeddingFile, LoadedMediaItem, Media, MediaFile, MediaHandles, MediaUrl
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import TrackedRequest
 
-URL_SCHEMES = ("http://", "https://", "data:")
+URL_SCHEMES = ("http://", "https://", "data:", "file:")
 
 
 class LoadedMedia:
@@ -73,7 +73,7 @@ class MediaInput:
             return LoadedMedia()
         if self._loader is None:
             raise Unsupported("multi_modal_data: this worker does not fetch media")
-        return LoadedMedia(await tracked.scope.wait(self._loader.load(named_media(request))))
+        return LoadedMedia(media_files(await tracked.scope.wait(self._loader.load(named_media(request)))))
 
     async def close(self) -> None:
         """Close the loader. Idempotent."""
@@ -112,3 +112,13 @@ def named_media(request: GenerateRequest) -> tuple[MediaUrl, ...]:
                 raise InvalidRequest(f"{place}: only {', '.join(URL_SCHEMES)} URLs are supported")
             named.append(MediaUrl(modality=kind.removesuffix("_url"), url=item.url, place=place))
     return tuple(named)
+
+
+def media_files(loaded: tuple[LoadedMediaItem, ...]) -> tuple[MediaFile, ...]:
+    """Return `loaded` for an engine that takes media files only. Raises Unsupported for embedding files."""
+    files: list[MediaFile] = []
+    for item in loaded:
+        if isinstance(item, EmbeddingFile):
+            raise Unsupported(f"{item.place}: this engine does not take embedding files")
+        files.append(item)
+    return tuple(files)

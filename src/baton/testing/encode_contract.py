@@ -5,13 +5,14 @@ import json
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.errors import EngineDead, InvalidRequest
 from baton.media.images import probe_image
-from baton.ports.engine import Encoded, EncodeEngine, EncodeWork
+from baton.ports.engine import Encoded, EncodeEngine, EncodeWork, EngineInfo
 from baton.protocol.ids import new_request_id
-from baton.protocol.media import MediaFile
+from baton.protocol.media import EncodedItem, MediaFile
 from baton.testing.bounded import eventually, run_bounded
 from baton.testing.fakes import running
 
@@ -40,36 +41,40 @@ class EncodeContract:
         async def body() -> None:
             can = self.make_engine().capabilities
             assert can.media_encoding
-            assert "image" in can.modalities
+            assert "image" in can.encoded_modalities
 
         self._run(body())
 
     @pytest.mark.parametrize("images", [1, 3])
-    def test_encoded_media_are_plain_json_and_held_until_abort(self, images: int) -> None:
-        """The prompt is computed in another process."""
+    def test_every_image_is_encoded(self, images: int) -> None:
+        """Handles are plain JSON, because the prompt is computed in another process, and held until abort."""
 
         async def body() -> None:
             engine = self.make_engine()
-            async with running(engine):
+            async with running(engine) as info:
                 work = self.encode_work(images)
                 encoded = await engine.encode(work)
-                assert json.loads(json.dumps(encoded.params)) == encoded.params
-                assert self.held(engine) in (None, images)
+                if encoded.params is None:
+                    self._check_rows(encoded, info, images)
+                else:
+                    assert json.loads(json.dumps(encoded.params)) == encoded.params
+                    assert self.held(engine) in (None, images)
                 await engine.abort(work.request_id)
                 await self._nothing_held(engine)
 
         self._run(body())
 
-    def test_an_id_is_in_use_until_abort(self) -> None:
-        """After abort it can be used again."""
+    def test_an_id_is_in_use_while_handles_are_held(self) -> None:
+        """After abort, and when nothing is held, it can be used again."""
 
         async def body() -> None:
             engine = self.make_engine()
             async with running(engine):
                 work = self.encode_work()
                 first = await engine.encode(work)
-                with pytest.raises(InvalidRequest, match="in use"):
-                    await engine.encode(work)
+                if first.params is not None:
+                    with pytest.raises(InvalidRequest, match="in use"):
+                        await engine.encode(work)
                 await engine.abort(work.request_id)
                 await engine.abort(work.request_id)
                 again = await engine.encode(work)
@@ -140,6 +145,16 @@ class EncodeContract:
 
     def _run(self, body: Coroutine[Any, Any, None]) -> None:
         run_bounded(body, self.limit_s)
+
+    def _check_rows(self, encoded: Encoded, info: EngineInfo, images: int) -> None:
+        """The same image has the same rows every time, of the type that the engine said."""
+        assert info.media is not None
+        shape, first = info.media.shape, encoded.items[0]
+        assert first.item.embed_token == info.media.placeholders["image"].token
+        assert (first.item.modality, first.dtype, first.size) == ("image", shape.dtype, shape.size)
+        assert (first.data.contiguous, first.data.nbytes % (first.item.rows * first.size)) == (True, 0)
+        assert msgspec.json.decode(msgspec.json.encode(first.item), type=EncodedItem) == first.item
+        assert [(rows.item, bytes(rows.data)) for rows in encoded.items] == [(first.item, bytes(first.data))] * images
 
     async def _nothing_held(self, engine: EncodeEngine) -> None:
         await eventually(lambda: self.held(engine) in (None, 0), self.limit_s)

@@ -160,6 +160,7 @@ class EchoEngine:
         return Capabilities(
             media_encoding=media,
             media_handles=media,
+            encoded_modalities=frozenset({"image"} if media else ()),
             modalities=frozenset({"text", "image"} if media else {"text"}),
             max_logprobs=20,
             max_choices=16,

@@ -1,6 +1,5 @@
 """Loads weights from a model directory into existing tensors. Every name and shape is checked before any read."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.engine_kit.safetensors_file import SafetensorsFile
+from baton.engine_kit.safetensors_file import SafetensorsFile, weight_files
 from baton.engines.torch.models.config import LlamaConfig
 from baton.engines.torch.models.vision_language import language_tensor
 from baton.errors import ConfigError
@@ -31,7 +30,7 @@ def load_weights(
     leaves some parts filled.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(SafetensorsFile(path)) for path in _weight_files(directory)]
+        files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(directory)]
         homes = {name: (file, stored) for file in files for stored in file.tensors if (name := rename(stored))}
         shapes = {name: file.tensors[stored].shape for name, (file, stored) in homes.items()}
         if problem := mismatch(parts, shapes):
@@ -86,19 +85,3 @@ _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 # Old checkpoints have rotary tables, and tied ones a second copy of the embedding.
 _IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"cannot read {index}: {error!r}") from None
-        if any(Path(name).name != name for name in names):
-            raise ConfigError(f"{index} names files outside its directory")
-        return [directory / name for name in names]
-    single = directory / "model.safetensors"
-    if not single.is_file():
-        raise ConfigError(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
-    return [single]

@@ -126,7 +126,8 @@ class TrtllmEncoder:
     @property
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
-        return Capabilities(generate=False, media_encoding=True, modalities=frozenset({"image"}))
+        images = frozenset({"image"})
+        return Capabilities(generate=False, media_encoding=True, modalities=images, encoded_modalities=images)
 
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
