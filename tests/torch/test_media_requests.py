@@ -50,6 +50,21 @@ async def tokens(here: Session, work: Work) -> tuple[list[int], int]:
     return found, end.cached_tokens or 0
 
 
+def test_the_engine_describes_the_rows_it_takes(model: tuple[Path, QwenReference], tmp_path: Path) -> None:
+    directory, reference = model
+
+    async def body() -> None:
+        async with engine(directory, tmp_path) as here:
+            assert here.engine.capabilities.media_embeddings
+            media = here.info.media
+            assert media is not None
+            assert (media.shape.dtype, media.shape.size) == ("float32", 64)
+            assert {kind: place.token for kind, place in media.placeholders.items()} == reference.pads
+            assert all(place.token not in place.as_text for place in media.placeholders.values())
+
+    run_bounded(body(), 60)
+
+
 def test_the_same_picture_is_reused_and_another_one_never_is(model: tuple[Path, QwenReference], tmp_path: Path) -> None:
     directory, reference = model
     before, after = words(10), words(9, 1)

@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from baton.config.engines import TorchOptions
 from baton.engine_kit.output_stream import OutputStream
 from baton.engine_kit.threads import run_in_thread
@@ -22,7 +24,7 @@ from baton.errors import BatonError, Cancelled, ContextTooLong, EngineDead, Inva
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import read_config
 from baton.models.reasoning import reasoning_end_token
-from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle, Progress, Work
+from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle, MediaInfo, Progress, Work
 from baton.protocol.commands import Command, JoinGroup, Outcome, UpdateWeights
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Consume, Handoff, Produce
@@ -101,7 +103,8 @@ class TorchEngine:
         self._thread = thread
         core = await thread.start("torch-engine", self._load_core)
         self._load = core.load()
-        info = self._describe(core, eos)
+        media = await run_in_thread("torch-media", lambda: self._media_info(core)) if self._takes_media else None
+        info = msgspec.structs.replace(self._describe(core, eos), media=media)
         vocab_size = core.runner.config.vocab
         guides = GuideCompiler(self._directory, vocab_size, eos)
         self._running = _Running(thread, core, guides, info, defaults, vocab_size)
@@ -221,6 +224,12 @@ class TorchEngine:
             reasoning_end_token=reasoning_end_token(self._directory),
             kv=runner.kv_memory,
         )
+
+    def _media_info(self, core: "Core") -> MediaInfo:
+        """Read what identifies the rows that the model takes, which the files of its vision tower say."""
+        from baton.engines.torch.vision.model import media_info, read_layout
+
+        return media_info(self._directory, read_layout(self._directory), str(core.runner.dtype).removeprefix("torch."))
 
     def _alive(self) -> _Running:
         if self._dead is not None or self._running is None:
