@@ -115,3 +115,40 @@ def test_qwen_in_chunks_with_preemption(qwen: tuple[Path, QwenReference], backen
     directory, reference = qwen
     prompts = qwen_prompts(reference)
     assert generated(directory, prompts, **CHUNKS, **backend) == [reference.tokens(prompt) for prompt in prompts]
+
+
+def rule_of_qwen(prompt: Prompt) -> torch.Tensor:
+    """The positions that Qwen2.5-VL is trained with: after an item, all three continue after the largest before it.
+
+    The transformers that is installed lets text after a video continue after its height and width instead, whatever
+    its duration. Both are equal while the positions in time do not exceed those in space.
+    """
+    parts: list[torch.Tensor] = []
+    done = 0
+
+    def text(until: int) -> torch.Tensor:
+        first = int(parts[-1].max()) + 1 if parts else 0
+        return torch.arange(first, first + until - done).expand(3, -1)
+
+    for placed in prompt.media:
+        parts.append(text(placed.position))
+        ((frames, height, width),) = placed.item.grid
+        step = 2 * (placed.item.seconds_per_grid or 0)
+        times = (torch.arange(frames) * step).long()
+        grid = torch.meshgrid(times, torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
+        parts.append(torch.stack(grid).reshape(3, -1) + int(parts[-1].max()) + 1)
+        done = placed.position + placed.item.prompt_tokens
+    parts.append(text(len(prompt.token_ids)))
+    return torch.cat(parts, dim=1)
+
+
+def test_text_continues_after_the_end_of_a_long_video(
+    qwen: tuple[Path, QwenReference], backend: dict[str, object]
+) -> None:
+    directory, reference = qwen
+    prompt = reference.prompt(words(4), Picture(1, (5, 4, 4), 1.7), words(6), Picture(2, (1, 4, 8)), words(9, 1))
+    short = qwen_prompts(reference)[3]
+    assert torch.equal(rule_of_qwen(short), reference.positions(short))
+    expected = [reference.tokens(prompt, rule_of_qwen(prompt))]
+    assert generated(directory, [prompt], **backend) == expected
+    assert generated(directory, [prompt], **CHUNKS, **backend) == expected
