@@ -116,7 +116,8 @@ class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding")
 
     `data` has the rows, contiguous, of `size` numbers of type `dtype` each; it is valid until the work has ended. It is
     None where the KV of the prompt comes from another worker: the rows are in the KV, and the item still decides
-    positions and block hashes.
+    positions and block hashes. `routing_hash` is the number, in hexadecimal, by which the frontend's router knows the
+    media; KV events name it.
     """
 
     item: EncodedItem
@@ -124,6 +125,7 @@ class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding")
     dtype: str
     size: int
     data: memoryview | None = None
+    routing_hash: str | None = None
 
     @property
     def modality(self) -> str:
