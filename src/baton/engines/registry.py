@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,9 @@ from baton.models.directory import read_config, resolve_model, served_name
 from baton.models.families import REASONING, TOOL_CALLS, find_parser
 from baton.models.sentence import is_sentence_model
 from baton.ports.engine import Engine
+
+if TYPE_CHECKING:
+    from baton.engines.torch.engine import TorchEngine
 
 
 def _echo(settings: Settings) -> Engine:
@@ -39,10 +42,20 @@ def _torch(settings: Settings) -> Engine:
         from baton.engines.torch.vision_engine import TorchVisionEngine
 
         return TorchVisionEngine(settings.torch, directory, name)
-    from baton.engines.torch.engine import TorchEngine
-
     options = msgspec.structs.replace(settings.torch, context=settings.context_length)
-    return TorchEngine(options, directory, name, exports_kv=settings.role == "prefill")
+    return _torch_generate(settings)(options, directory, name, exports_kv=settings.role == "prefill")
+
+
+def _torch_generate(settings: Settings) -> "type[TorchEngine]":
+    """Return the engine class: with the vision tower of a model that has one, unless others encode for this worker."""
+    from baton.engines.torch.engine import TorchEngine
+    from baton.engines.torch.models.vision_language import has_media
+
+    if settings.role == "decode" or settings.media.local_encoding == "never" or not has_media(Path(settings.model)):
+        return TorchEngine
+    from baton.engines.torch.vision_language_engine import TorchVisionLanguageEngine
+
+    return TorchVisionLanguageEngine
 
 
 def _sglang(settings: Settings) -> Engine:
