@@ -11,7 +11,7 @@ import msgspec
 from baton.config.directories import cache_directory
 from baton.config.engines import ExpertOptions
 from baton.config.settings import Settings
-from baton.engines.echo.engine import MODEL_DIR, EchoEngine
+from baton.engines.echo.engine import MODEL_DIR, VISION_MODEL_DIR, EchoEngine
 from baton.errors import ConfigError
 from baton.models.chat_template import read_all_templates, read_template_file
 from baton.models.directory import read_config, resolve_model, served_name
@@ -27,7 +27,8 @@ def _echo(settings: Settings) -> Engine:
     options = settings.echo
     if settings.context_length:
         options = msgspec.structs.replace(options, context=settings.context_length)
-    return EchoEngine(options, Path(settings.model), settings.first_name)
+    keeps_kv = settings.role in ("prefill", "decode")
+    return EchoEngine(options, Path(settings.model), settings.first_name, keeps_kv)
 
 
 def _torch(settings: Settings) -> Engine:
@@ -162,12 +163,16 @@ def prepare_model(settings: Settings) -> Settings:
         raise ConfigError(f"the engine {settings.engine} takes no arguments after --: drop {settings.engine_args[0]}")
     if settings.experts != ExpertOptions() and settings.engine != "sglang":
         raise ConfigError(f"the engine {settings.engine} has no expert parallelism: drop the --experts-* settings")
-    model = settings.model or kind.own_model
+    model = settings.model or _own_model(settings, kind)
     directory = resolve_model(model, cache_directory(settings) / "models")
     if kind.weights and not any(directory.glob(kind.weights)):
         raise ConfigError(f"model directory {str(directory)!r} has no weights: no file {kind.weights}")
     name = ",".join(settings.served_names) or (served_name(model) if settings.model else kind.own_name)
     return _prepare_chat(msgspec.structs.replace(settings, model=str(directory), name=name))
+
+
+def _own_model(settings: Settings, kind: Kind) -> str:
+    return str(VISION_MODEL_DIR) if settings.engine == "echo" and settings.echo.media else kind.own_model
 
 
 def prepare_tokenizer(settings: Settings) -> Settings:

@@ -111,6 +111,30 @@ class PlacedItem(msgspec.Struct, frozen=True, kw_only=True):
     index: int
 
 
+class HeldItem(msgspec.Struct, frozen=True, kw_only=True):
+    """An encoded item whose rows another worker holds: `nbytes` of them, in `blocks` blocks of its memory."""
+
+    item: EncodedItem
+    nbytes: int
+    blocks: int
+
+
+class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True):
+    """The descriptor of rows that an encode worker holds for the worker that computes the prompt.
+
+    Rows have `size` numbers of type `dtype`, of the encoder `model`. `owner` is the address of the worker that holds
+    them until `expires_at` (seconds since 1970), unless they are claimed before. Its room offers the blocks of each
+    different item once, in the order of `items`.
+    """
+
+    owner: str
+    expires_at: float
+    model: str
+    dtype: str
+    size: int
+    items: tuple[HeldItem, ...]
+
+
 class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding"):
     """An encoded item at its place in the prompt: its expansion begins at token `position` of `Work.token_ids`.
 
