@@ -32,7 +32,7 @@ from baton.protocol.events import LoadSnapshot  # noqa: E402
 from baton.protocol.ids import new_request_id  # noqa: E402
 from baton.protocol.media import MediaFile  # noqa: E402
 from baton.testing import eventually, measure_lag, run_bounded  # noqa: E402
-from baton.testing.encode_contract import EncodeContract  # noqa: E402
+from baton.testing.encode_contract import RowsContract  # noqa: E402
 from tests.unit.media.videos import video  # noqa: E402
 from tests.vision_models import make_tiny_idefics3, make_tiny_qwen25vl, noise, noise_png  # noqa: E402
 
@@ -87,7 +87,7 @@ class Reference:
             return torch.cat(list(self._model.model.get_image_features(inputs["pixel_values"], second).pooler_output))
 
 
-class TestTowerEncodes(EncodeContract):
+class TestTowerEncodes(RowsContract):
     @pytest.fixture(autouse=True)
     def _directory(self, split: Path) -> None:
         self.directory = split
