@@ -240,23 +240,19 @@ def test_d17_a_probe_encodes_an_image_and_frees_it() -> None:
         assert [work.media for work in encoder.engine.encoded] == [(image,)]
         assert encoder.engine.held == set()
         assert encoder.producer.leases == []
-        refusing = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
-        await refusing.handler.probe((7,), image, refusing.context)
         for error in (EngineFailed("failed"), EngineDead("dead")):
             failing = Encoder(EncodingEngine(error=error))
             with pytest.raises(type(error)):
                 await failing.handler.probe((7,), image, failing.context)
+            assert failing.gate.in_flight == 0
 
     run_bounded(body())
 
 
-def test_a_refused_probe_is_logged_as_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_refuses_the_good_image_of_the_probe_has_failed() -> None:
     async def body() -> None:
-        encoder = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
-        for _ in range(2):
-            await encoder.handler.probe((7,), MediaFile(modality="image", data=b"x"), encoder.context)
+        refusing = Encoder(EncodingEngine(error=InvalidRequest("it is not an image")))
+        with pytest.raises(EngineFailed, match="refuses to encode the probe: it is not an image"):
+            await refusing.handler.probe((7,), MediaFile(modality="image", data=b"x"), refusing.context)
 
-    with caplog.at_level("DEBUG"):
-        run_bounded(body())
-    levels = [record.levelname for record in caplog.records if "no place for an image" in record.message]
-    assert levels == ["WARNING", "DEBUG"]
+    run_bounded(body())
