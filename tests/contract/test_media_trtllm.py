@@ -479,3 +479,25 @@ def test_concurrent_encode_calls_use_the_librarys_socket_one_at_a_time(model: Pa
                 await asyncio.gather(*(tested.encode(each) for each in works))
 
     run_bounded(body())
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_d16_handles_that_nobody_reads_are_freed(model: Path, read: bool) -> None:
+    """The memory of a shared tensor is free after it has been read once, and must not be read twice."""
+
+    async def body() -> None:
+        world = World()
+        library = make_library(NEW[0], world, CollectorRegistry())
+        async with running(tested := TrtllmEncoder(TrtllmOptions(), (), model, "double", library)):
+            request = EncodeWork(request_id=new_request_id("e"), token_ids=(IMAGE,), media=(probe_image(),))
+            params: Any = (await tested.encode(request)).params
+            if read:
+                world.read(params["multimodal_embedding_handles"][0]["storage_handle"])
+            else:
+                tested.mark_unread(request.request_id)
+            await tested.abort(request.request_id)
+            await eventually(lambda: world.media_shared == world.media_held == 0)
+            tested.mark_unread(request.request_id)
+            await tested.abort(request.request_id)
+
+    run_bounded(body())

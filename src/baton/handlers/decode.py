@@ -111,6 +111,6 @@ class DecodeHandler:
 
     async def _media(self, request: GenerateRequest, tracked: TrackedRequest) -> LoadedMedia:
         has_kv = request.bootstrap is not None or request.prefill_result is not None
-        if has_kv and request.encoder_result is not None:
-            return LoadedMedia()  # they are in the KV, and the prefill worker has claimed them
+        if request.prefill_result is not None or (has_kv and request.encoder_result is not None):
+            return LoadedMedia()  # they are in the KV, and the prefill worker has fetched or claimed them
         return await self._media_input.load(request, tracked, self._engine.capabilities)

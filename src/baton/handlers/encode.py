@@ -15,8 +15,9 @@ from collections.abc import AsyncGenerator
 
 from baton.errors import EngineFailed, InvalidRequest
 from baton.handlers.admission import admit_encode
-from baton.handlers.leases import LeaseReaper, fail_lease
+from baton.handlers.leases import LeaseReaper, fail_lease, mark_unread
 from baton.handlers.media import LoadedMedia, named_media
+from baton.handlers.plain_prompt import plain_prompt
 from baton.handlers.relay import abort
 from baton.handlers.tickets import new_ticket, params_of
 from baton.ports.engine import EncodeEngine, EncodeWork, EngineInfo
@@ -58,7 +59,7 @@ class EncodeHandler:
             named = named_media(request)
             work = EncodeWork(
                 request_id=tracked.request_id,
-                token_ids=request.token_ids,
+                token_ids=plain_prompt(request, self._info.media),
                 media=await tracked.scope.wait(self._loader.load(named)),
                 trace_headers=context.trace_headers,
             )
@@ -75,6 +76,7 @@ class EncodeHandler:
                 if lease is not None:
                     self._reaper.watch(work.request_id, lease, LoadedMedia())
                 else:
+                    mark_unread(self._engine, work.request_id)
                     await abort(self._engine, work.request_id, self._tracker.limits.abort_timeout_s)
 
     async def probe(self, prompt: tuple[int, ...], image: MediaFile, context: Context) -> None:
@@ -89,6 +91,7 @@ class EncodeHandler:
             except InvalidRequest as refusal:
                 raise EngineFailed(f"the engine refuses to encode the probe: {refusal.message}") from refusal
             finally:
+                mark_unread(self._engine, tracked.request_id)
                 await abort(self._engine, tracked.request_id, self._tracker.limits.abort_timeout_s)
 
     async def _encode(self, work: EncodeWork, tracked: TrackedRequest) -> tuple[dict[str, object], Lease]:

@@ -9,8 +9,9 @@ from types import TracebackType
 import msgspec
 
 from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
+from baton.handlers.plain_prompt import plain_prompt
 from baton.handlers.tickets import encoder_ticket
-from baton.ports.engine import Capabilities, Work
+from baton.ports.engine import Capabilities, MediaInfo, Work
 from baton.ports.media import MediaLoader
 from baton.ports.transfer import Claim, Consumer
 from baton.protocol.media import Media, MediaHandles, MediaUrl
@@ -23,9 +24,12 @@ URL_SCHEMES = ("http://", "https://", "data:")
 class LoadedMedia:
     """The media of one request, ready for the engine. As a context manager, it closes them."""
 
-    def __init__(self, items: tuple[Media, ...] = (), claim: Claim | None = None) -> None:
+    def __init__(
+        self, items: tuple[Media, ...] = (), claim: Claim | None = None, token_ids: tuple[int, ...] | None = None
+    ) -> None:
         self.items = items
         self._claim = claim
+        self._token_ids = token_ids
 
     async def __aenter__(self) -> "LoadedMedia":
         return self
@@ -36,8 +40,10 @@ class LoadedMedia:
         await self.close()
 
     def attach(self, work: Work) -> Work:
-        """Return `work` with these media."""
-        return msgspec.structs.replace(work, media=self.items) if self.items else work
+        """Return `work` with these media, and the prompt that goes with them."""
+        if not self.items:
+            return work
+        return msgspec.structs.replace(work, media=self.items, token_ids=self._token_ids or work.token_ids)
 
     def used(self) -> None:
         """The engine has read them. Idempotent."""
@@ -47,7 +53,7 @@ class LoadedMedia:
     def transfer(self) -> "LoadedMedia":
         """Return the same media for a new owner; closing this one has no effect from now on."""
         claim, self._claim = self._claim, None
-        return LoadedMedia(self.items, claim)
+        return LoadedMedia(self.items, claim, self._token_ids)
 
     async def close(self) -> None:
         """Give up what has not been read. Idempotent."""
@@ -58,9 +64,12 @@ class LoadedMedia:
 class MediaInput:
     """Loads media at one worker: `loader` fetches those that a request names, `consumer` claims encoded ones."""
 
-    def __init__(self, loader: MediaLoader | None = None, consumer: Consumer | None = None) -> None:
+    def __init__(
+        self, loader: MediaLoader | None = None, consumer: Consumer | None = None, media: MediaInfo | None = None
+    ) -> None:
         self._loader = loader
         self._consumer = consumer
+        self._media = media
 
     async def load(self, request: GenerateRequest, tracked: TrackedRequest, can: Capabilities) -> LoadedMedia:
         """Return the media of a request that has passed admission; the caller closes them.
@@ -68,19 +77,24 @@ class MediaInput:
         Raises Unsupported, InvalidRequest, PeerLost, or the error that the cancel scope fires with.
         """
         if request.encoder_result is not None:
-            return await self._claim(request.encoder_result, tracked, can)
+            token_ids = plain_prompt(request, self._media)
+            return await self._claim(request.encoder_result, token_ids, tracked, can)
         if not request.media:
             return LoadedMedia()
         if self._loader is None:
             raise Unsupported("multi_modal_data: this worker does not fetch media")
-        return LoadedMedia(await tracked.scope.wait(self._loader.load(named_media(request))))
+        token_ids = plain_prompt(request, self._media)
+        files = await tracked.scope.wait(self._loader.load(named_media(request)))
+        return LoadedMedia(files, token_ids=token_ids)
 
     async def close(self) -> None:
         """Close the loader. Idempotent."""
         if self._loader is not None:
             await self._loader.close()
 
-    async def _claim(self, result: dict[str, object], tracked: TrackedRequest, can: Capabilities) -> LoadedMedia:
+    async def _claim(
+        self, result: dict[str, object], token_ids: tuple[int, ...], tracked: TrackedRequest, can: Capabilities
+    ) -> LoadedMedia:
         if not can.media_handles or self._consumer is None:
             raise Unsupported("encoder_result: this engine does not read media from encode workers")
         ticket, params = encoder_ticket(result)
@@ -97,7 +111,7 @@ class MediaInput:
         except BaseException:
             await claim.close()
             raise
-        return LoadedMedia((MediaHandles(params=params),), claim)
+        return LoadedMedia((MediaHandles(params=params),), claim, token_ids)
 
 
 def named_media(request: GenerateRequest) -> tuple[MediaUrl, ...]:

@@ -68,6 +68,10 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
 class Lease(Protocol):
     """The KV of one request, held for the consumer that has its ticket. Event-loop thread only."""
 
+    @property
+    def claimed(self) -> bool:
+        """Whether a consumer has claimed it, also one that is gone again. Until then nobody has read anything."""
+
     def computed(self, output: KvComputed) -> None:
         """Make further blocks readable by the consumer."""
 

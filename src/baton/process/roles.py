@@ -282,7 +282,7 @@ def _no_ability(context: RoleContext, ability: str) -> ConfigError:
 async def _aggregated(context: RoleContext) -> RoleService:
     prober = AggregatedHandler(_generating(context), context.info, context.probe_tracker)
     consumer = _media_consumer(context)
-    media_input = MediaInput(_media_loader(context), consumer)
+    media_input = MediaInput(_media_loader(context), consumer, context.info.media)
     return RoleService(
         _generate(context, media_input),
         lambda: read_to_end(prober.generate(ONE_TOKEN, ProbeContext())),
@@ -332,7 +332,7 @@ async def _prefill(context: RoleContext) -> RoleService:
         context.settings.kv, context.info.kv, bind_address(context.settings.runtime), bootstrap
     )
     consumer = _media_consumer(context)
-    media_input = MediaInput(_media_loader(context), consumer)
+    media_input = MediaInput(_media_loader(context), consumer, context.info.media)
     handler = PrefillHandler(_generating(context), context.info, context.tracker, producer, media_input)
     return RoleService(
         Service(handler.generate, decode_prefill_request, encode_chunk),
@@ -348,7 +348,7 @@ async def _decode(context: RoleContext) -> RoleService:
     from baton.transfer.room_client import open_room_client
 
     consumer = open_room_client(context.settings.kv, context.info.kv)
-    media_input = MediaInput(_media_loader(context), consumer if context.info.kv is None else None)
+    media_input = MediaInput(_media_loader(context), consumer if context.info.kv is None else None, context.info.media)
     engine = _generating(context)
     if context.info.kv is not None and not isinstance(engine, KvImportEngine):
         raise _no_ability(context, "import KV")

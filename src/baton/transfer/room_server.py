@@ -206,6 +206,11 @@ class RoomLease:
         self._end: asyncio.Future[None] = loop.create_future()
         self._timer = loop.call_later(claim_timeout_s, self._expire, claim_timeout_s)
 
+    @property
+    def claimed(self) -> bool:
+        """See `Lease.claimed`."""
+        return self._session is not None
+
     def computed(self, output: KvComputed) -> None:
         """See `Lease.computed`."""
         room = self._room

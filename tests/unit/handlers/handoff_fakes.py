@@ -31,6 +31,7 @@ class FakeLease:
 
     def __init__(self) -> None:
         self.offered: list[KvComputed] = []
+        self.claimed = False
         self.failed: BatonError | None = None
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_lost: Callable[[BatonError], None] | None = None

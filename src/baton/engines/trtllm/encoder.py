@@ -53,6 +53,7 @@ class _Encoding:
     def __init__(self, work: EncodeWork) -> None:
         self.work = work
         self.aborted = False
+        self.unread = False
         self.result: EncodeResult | None = None
         self.thread: asyncio.Task[dict[str, object]] | None = None
 
@@ -193,12 +194,20 @@ class TrtllmEncoder:
     async def abort(self, request_id: RequestId) -> None:
         """See `AbortableEngine.abort`. Waits for the library up to `Timeouts.abort_s`."""
         if (held := self._held.pop(request_id, None)) is not None:
-            held.release()
+            if held.unread and self._running is not None:
+                self._discard(held, self._running)
+            else:
+                held.release()
         encoding = self._encodings.get(request_id)
         if encoding is not None:
             self._abort(encoding)
             if encoding.thread is not None:
                 await asyncio.wait([encoding.thread], timeout=self._timeouts.abort_s)
+
+    def mark_unread(self, request_id: RequestId) -> None:
+        """See `HandleEngine.mark_unread`."""
+        if (held := self._held.get(request_id)) is not None:
+            held.unread = True
 
     async def encode(self, work: EncodeWork) -> Encoded:
         """See `EncodeEngine.encode`."""
