@@ -8,7 +8,9 @@ import base64
 import io
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ def start_vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         world = tmp_path_factory.mktemp("world")
         paths = [str(PACKAGE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         settings = {"PYTHONPATH": os.pathsep.join(paths), "TRTLLM_DOUBLE_WORLD": str(world)}
+        settings["DYN_MM_ALLOW_INTERNAL"] = "1"  # the frontend has a policy of its own
         directory = tmp_path_factory.mktemp("serve")
         serve = Serve(
             directory,
@@ -92,7 +95,7 @@ def whole(start_vision: Callable[..., Vision]) -> Vision:
 
 @pytest.fixture(scope="module")
 def split(start_vision: Callable[..., Vision]) -> Vision:
-    return start_vision(prefill=1, decode=1)
+    return start_vision("--media-private", "127.0.0.0/8", prefill=1, decode=1)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +162,27 @@ def test_nothing_is_left_of_requests_with_images(layout: Vision) -> None:
     for worker in range(layout.system.workers):
         # Idle prefill engines of the library report no load, so the last one stays.
         eventually(lambda w=worker: not layout.system.metric("baton_in_flight", w), what=f"worker {worker} is idle")
+
+
+def test_d27_media_are_fetched_once_for_prefill_and_decode(split: Vision) -> None:
+    picture = base64.b64decode(image()["image_url"]["url"].partition(",")[2])
+    fetched: list[str] = []
+
+    class OneUse(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if "range" not in self.headers:  # the frontend reads the size of an image from its first bytes
+                fetched.append(self.path)
+            self.send_response(200 if len(fetched) <= 1 else 410)
+            self.end_headers()
+            self.wfile.write(picture)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), OneUse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/one-use.png"
+        answer = split.ask(TEXT, {"type": "image_url", "image_url": {"url": url}})
+        server.shutdown()
+    assert fetched == ["/one-use.png"]
+    assert content(answer) == content(split.ask(TEXT, image()))
 
 
 def test_the_encode_worker_encodes_the_images(encoding: Vision) -> None:

@@ -21,6 +21,7 @@ from baton.errors import (
 from baton.handlers.encode import EncodeHandler
 from baton.handlers.tickets import encoder_ticket
 from baton.protocol.codec import decode_request, encode_chunk
+from baton.protocol.ids import RequestId
 from baton.protocol.lifecycle import State
 from baton.protocol.media import MediaFile
 from baton.protocol.outputs import Chunk, FinishReason
@@ -254,5 +255,43 @@ def test_an_engine_that_refuses_the_good_image_of_the_probe_has_failed() -> None
         refusing = Encoder(EncodingEngine(error=InvalidRequest("it is not an image")))
         with pytest.raises(EngineFailed, match="refuses to encode the probe: it is not an image"):
             await refusing.handler.probe((7,), MediaFile(modality="image", data=b"x"), refusing.context)
+
+    run_bounded(body())
+
+
+class HandleEncoder(EncodingEngine):
+    """Records the requests whose handles nobody has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread: list[RequestId] = []
+
+    def mark_unread(self, request_id: RequestId) -> None:
+        assert request_id in self.held, "before the abort"
+        self.unread.append(request_id)
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_d16_handles_of_a_lease_that_nobody_claimed_are_marked_as_unread(claimed: bool) -> None:
+    async def body() -> None:
+        engine = HandleEncoder()
+        encoder = Encoder(engine)
+        await encoder.encode()
+        [lease] = encoder.producer.leases
+        lease.claimed = claimed
+        lease.lose(PeerLost("expired"))
+        await eventually(lambda: not engine.held)
+        assert engine.unread == ([] if claimed else [engine.encoded[0].request_id])
+
+    run_bounded(body())
+
+
+def test_d16_handles_of_a_probe_are_marked_as_unread() -> None:
+    async def body() -> None:
+        engine = HandleEncoder()
+        encoder = Encoder(engine)
+        await encoder.handler.probe((7,), MediaFile(modality="image", data=b"x"), encoder.context)
+        assert engine.unread == [engine.encoded[0].request_id]
+        assert engine.held == set()
 
     run_bounded(body())
