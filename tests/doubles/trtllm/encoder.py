@@ -57,10 +57,9 @@ class EncoderState:
         self._numbers = itertools.count(1)
         self._executor: Bound | None = Bound(_Executor(self), classes.facts, "executor.executor.GenerationExecutor")
 
-    def preprocess(
-        self, inputs: dict[str, Any], sampling_params: object = None, disaggregated_params: Any = None
-    ) -> Any:
+    def preprocess(self, inputs: dict[str, Any], sampling_params: Any = None, disaggregated_params: Any = None) -> Any:
         """Preprocess the images of a prompt."""
+        assert not sampling_params.add_special_tokens, "the prompt has its special tokens already"
         made = self._processor.preprocess(inputs, disaggregated_params)
         made.multimodal_params._bound_inner.images = inputs["multi_modal_data"]["image"]
         return made

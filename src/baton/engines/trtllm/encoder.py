@@ -107,8 +107,10 @@ class _Running(msgspec.Struct, frozen=True, kw_only=True):
         """Since 1.3, preprocessing does not need the socket. Raises EngineFailed: the images have been read already."""
         if not self.library.features.preprocessing:
             return prompt
+        # The prompt is complete, also where it reaches the library as text.
+        sampling = self.library.sampling_params(add_special_tokens=False)
         try:
-            return cast(Encoder13, self.encoder).preprocess(inputs=prompt)
+            return cast(Encoder13, self.encoder).preprocess(inputs=prompt, sampling_params=sampling)
         except Exception as error:
             raise EngineFailed(f"TensorRT-LLM cannot preprocess the images: {error!r}") from error
 
