@@ -3,7 +3,7 @@
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.handlers.plain_prompt import plain_prompt
+from baton.handlers.placed_prompt import plain_prompt
 from baton.ports.engine import MediaInfo, Placeholder
 from baton.ports.transfer import EmbeddingShape
 from baton.protocol.codec import decode_request
