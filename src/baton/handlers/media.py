@@ -18,8 +18,7 @@ import msgspec
 from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
 from baton.handlers.media_encoder import MediaEncoder
 from baton.handlers.media_rows import RowsInput
-from baton.handlers.placed_prompt import embeddings, expanded, find, has_placeholders, place
-from baton.handlers.placeholders import as_plain_text
+from baton.handlers.placed_prompt import embeddings, expanded, has_placeholders, place, plain_prompt
 from baton.handlers.tickets import EncoderResult, read_encoder_result
 from baton.media.embedding_store import Hold
 from baton.ports.engine import Capabilities, EngineInfo, Work
@@ -201,12 +200,12 @@ class MediaInput:
 
     def _as_files(self, request: GenerateRequest, files: tuple[MediaFile, ...]) -> LoadedMedia:
         """Return files for an engine that places them itself; placeholders that a client has typed become text."""
-        if self._media is None or not has_placeholders(request.token_ids, self._media):
-            return LoadedMedia(files)
-        keep: list[int] = []
-        for modality in dict.fromkeys(file.modality for file in files):
-            keep += find(request, modality, sum(file.modality == modality for file in files), self._media)
-        return LoadedMedia(files, as_plain_text(request.token_ids, self._media.placeholders, keep)[0])
+        return LoadedMedia(files, self._plain_prompt(request))
+
+    def _plain_prompt(self, request: GenerateRequest) -> tuple[int, ...] | None:
+        """Return the prompt without typed placeholders; None if it has none."""
+        plain = plain_prompt(request, self._media)
+        return None if plain == request.token_ids else plain
 
     def _placed(self, request: GenerateRequest, hold: Hold) -> LoadedMedia:
         assert self._media is not None  # there would be no rows
@@ -224,9 +223,15 @@ class MediaInput:
             return self._placed(request, await tracked.scope.wait(self._rows.fetch(result)))
         if self._handles is None or not self._can.media_handles:
             raise Unsupported("encoder_result: this engine does not read media from encode workers")
-        return await self._claim_handles(self._handles, result, tracked)
+        return await self._claim_handles(self._handles, result, self._plain_prompt(request), tracked)
 
-    async def _claim_handles(self, consumer: Consumer, result: EncoderResult, tracked: TrackedRequest) -> LoadedMedia:
+    async def _claim_handles(
+        self,
+        consumer: Consumer,
+        result: EncoderResult,
+        token_ids: tuple[int, ...] | None,
+        tracked: TrackedRequest,
+    ) -> LoadedMedia:
         def lost(error: BatonError) -> None:
             tracked.scope.fire(
                 PeerLost(f"the media that an encode worker held for this request are lost: {error.message}")
@@ -239,7 +244,7 @@ class MediaInput:
         except BaseException:
             await claim.close()
             raise
-        return LoadedMedia((MediaHandles(params=result.params),), claim=claim)
+        return LoadedMedia((MediaHandles(params=result.params),), token_ids, claim=claim)
 
 
 def names_media(request: GenerateRequest) -> bool:
