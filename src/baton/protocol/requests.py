@@ -162,6 +162,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         found = tuple(one for one in hashes if isinstance(one, str)) if isinstance(hashes, list | tuple) else ()
         return found if all(_HEXADECIMAL.fullmatch(one) for one in found) else ()
 
+    def with_prompt(self, token_ids: tuple[int, ...]) -> "GenerateRequest":
+        """Return the request with another prompt."""
+        return self if token_ids is self.token_ids else msgspec.structs.replace(self, token_ids=token_ids)
+
     def for_prefill(self) -> "GenerateRequest":
         """Return the request that computes the KV of the prompt and one token, for one choice.
 
