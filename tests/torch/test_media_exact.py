@@ -152,3 +152,14 @@ def test_text_continues_after_the_end_of_a_long_video(
     expected = [reference.tokens(prompt, rule_of_qwen(prompt))]
     assert generated(directory, [prompt], **backend) == expected
     assert generated(directory, [prompt], **CHUNKS, **backend) == expected
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 11])
+def test_a_prompt_may_end_with_a_row_of_its_own_step(
+    qwen: tuple[Path, QwenReference], backend: dict[str, object], batch_tokens: int
+) -> None:
+    directory, reference = qwen
+    prompt = reference.prompt(words(4), Picture(1, (1, 4, 8)))
+    assert len(prompt.token_ids) == 12
+    options = {"batch_tokens": batch_tokens, "max_running": 1}
+    assert generated(directory, [prompt], **options, **backend) == [reference.tokens(prompt)]

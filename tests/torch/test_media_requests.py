@@ -16,7 +16,7 @@ import torch
 
 from baton.errors import InvalidRequest, PeerLost, Unsupported
 from baton.ports.engine import Stream, Work
-from baton.protocol.commands import ClearCache, Continue, Pause
+from baton.protocol.commands import ClearCache, Continue, FromDisk, FromTensors, InlineTensor, Pause, UpdateWeights
 from baton.protocol.events import KvStored, RoutedRows
 from baton.protocol.handoff import Produce
 from baton.protocol.outputs import KvComputed
@@ -24,8 +24,8 @@ from baton.protocol.requests import OutputOptions, Sampling
 from baton.testing import eventually, run_bounded
 from baton.testing.handoff_session import CONSUME, read_block, wanted_by, write_block
 from tests.torch.torch_sessions import Session, read, session
-from tests.torch.vision_reference import Picture, Prompt, QwenReference, words
-from tests.vision_models import make_tiny_qwen25vl
+from tests.torch.vision_reference import Idefics3Reference, Picture, Prompt, QwenReference, words
+from tests.vision_models import make_tiny_idefics3, make_tiny_qwen25vl
 
 BLOCK = 4
 IMAGE = Picture(1, (1, 4, 8))  # 8 rows
@@ -253,5 +253,26 @@ def test_rows_are_converted_to_the_type_of_the_model(model: tuple[Path, QwenRefe
                 await here.execute(ClearCache())
                 answers.append(await tokens(here, msgspec.structs.replace(prompt.work(), media=(item,))))
             assert answers[0] == answers[1] == answers[2]
+
+    run_bounded(body(), 60)
+
+
+def test_new_weights_have_the_names_of_the_files_and_those_of_the_tower_are_not_read(tmp_path: Path) -> None:
+    old, new = (make_tiny_idefics3(tmp_path / name, seed) for seed, name in enumerate(("old", "new")))
+    reference = Idefics3Reference(new)
+    prompt = reference.prompt(words(6), Picture(1), words(6, 2))
+    norm = reference.model.model.text_model.norm.weight.detach()
+    named = InlineTensor(
+        name="model.text_model.norm.weight", dtype="float32", shape=tuple(norm.shape), data=norm.numpy().tobytes()
+    )
+
+    async def body() -> None:
+        async with engine(old, tmp_path) as here:
+            await here.execute(UpdateWeights(source=FromTensors(tensors=(named,)), version="1"))
+            await here.execute(UpdateWeights(source=FromDisk(path=str(new)), version="2"))
+            assert (await tokens(here, prompt.work()))[0] == reference.tokens(prompt)
+            tower = msgspec.structs.replace(named, name="model.vision_model.post_layernorm.weight")
+            with pytest.raises(InvalidRequest, match="post_layernorm"):
+                await here.execute(UpdateWeights(source=FromTensors(tensors=(tower,)), version="3"))
 
     run_bounded(body(), 60)

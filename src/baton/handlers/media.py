@@ -19,6 +19,7 @@ from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
 from baton.handlers.media_encoder import MediaEncoder
 from baton.handlers.media_rows import RowsInput
 from baton.handlers.placed_prompt import embeddings, expanded, has_placeholders, place, plain_prompt
+from baton.handlers.routing_hashes import with_routing_hashes
 from baton.handlers.tickets import EncoderResult, read_encoder_result
 from baton.media.embedding_store import Hold
 from baton.ports.engine import Capabilities, EngineInfo, Work
@@ -168,7 +169,8 @@ class MediaInput:
         if self._media is None or not placed:
             return LoadedMedia()
         token_ids, positions = expanded(request.token_ids, placed, self._media)
-        return LoadedMedia(embeddings(placed, positions, [None] * len(placed), self._media), token_ids, placed)
+        media = embeddings(placed, positions, [None] * len(placed), self._media)
+        return LoadedMedia(with_routing_hashes(media, request.image_routing_hashes), token_ids, placed)
 
     async def close(self) -> None:
         """Close the loader. Idempotent."""
@@ -216,7 +218,8 @@ class MediaInput:
             hold.release()
             raise
         rows = [hold.rows(slot) for slot in hold.slots]
-        return LoadedMedia(embeddings(placed, positions, rows, self._media), token_ids, placed, hold)
+        media = embeddings(placed, positions, rows, self._media)
+        return LoadedMedia(with_routing_hashes(media, request.image_routing_hashes), token_ids, placed, hold)
 
     async def _encoded(self, request: GenerateRequest, result: EncoderResult, tracked: TrackedRequest) -> LoadedMedia:
         if self._rows is not None:

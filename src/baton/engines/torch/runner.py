@@ -285,19 +285,20 @@ def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
 def _positions(chunks: list[Chunk]) -> list[int] | list[list[int]]:
     """Return the rotary position of each row, or three lists of them: in time, height and width."""
     positions = [chunk.sequence.positions(chunk.start, chunk.start + chunk.length) for chunk in chunks]
-    plain: list[int] = []
-    spatial: list[Triple] = []
+    shifts = [found for found in positions if isinstance(found, int)]
+    if len(shifts) == len(chunks):
+        starts = [chunk.start + shift for chunk, shift in zip(chunks, shifts, strict=True)]
+        return [at for start, chunk in zip(starts, chunks, strict=True) for at in range(start, start + chunk.length)]
+    rows: list[Triple] = []
     for chunk, found in zip(chunks, positions, strict=True):
         if isinstance(found, int):
-            row = range(chunk.start + found, chunk.start + found + chunk.length)
-            plain += row
-            spatial += zip(row, row, row, strict=True)
+            rows += [(at, at, at) for at in range(chunk.start + found, chunk.start + found + chunk.length)]
         else:
-            spatial += found
-    return plain if len(plain) == len(spatial) else [list(direction) for direction in zip(*spatial, strict=True)]
+            rows += found
+    return [list(direction) for direction in zip(*rows, strict=True)]
 
 
 def _shift(chunk: Chunk) -> int:
-    """Return by how much the rotary position of a token that decodes is larger than its index."""
+    """Return by how much the rotary position of a token that decodes, which is text, is larger than its index."""
     positions = chunk.sequence.positions(chunk.start, chunk.start + 1)
-    return positions if isinstance(positions, int) else max(positions[0]) - chunk.start
+    return positions if isinstance(positions, int) else positions[0][0] - chunk.start

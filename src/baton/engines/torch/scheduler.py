@@ -37,6 +37,12 @@ class Chunk(NamedTuple):
         """Whether the sequence has a next token after this chunk."""
         return self.start + self.length == len(self.sequence.tokens)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the newest token of a sequence, and text."""
+        media = self.sequence.media
+        return self.length == 1 and self.last and (media is None or self.start >= media.rows_end)
+
 
 class Batch(NamedTuple):
     """One step: prompts in chunks, and sequences that feed their newest token."""
@@ -119,7 +125,7 @@ class Scheduler:
         self.blocked = not chosen
         batch = Batch([], [])
         for chunk in chosen.values():
-            (batch.decodes if chunk.length == 1 and chunk.last else batch.prefills).append(chunk)
+            (batch.decodes if chunk.decodes else batch.prefills).append(chunk)
         return batch
 
     def computed(self, chunk: Chunk) -> None:

@@ -172,7 +172,7 @@ def _refuse_without_memory(nbytes: int) -> None:
 def _compare(found: LlamaConfig, config: LlamaConfig, directory: Path) -> None:
     """Raise InvalidRequest if the configs differ: weights of equal shapes can belong to another model."""
     theirs, ours = (meaning(value) for value in (found, config))
-    differing = [field for field, value in ours.items() if theirs[field] != value]
+    differing = sorted(field for field in ours.keys() | theirs.keys() if theirs.get(field) != ours.get(field))
     if differing:
         raise InvalidRequest(f"path: {directory} has another model: its config.json differs in {', '.join(differing)}")
 
@@ -180,7 +180,8 @@ def _compare(found: LlamaConfig, config: LlamaConfig, directory: Path) -> None:
 def meaning(config: LlamaConfig) -> dict[str, object]:
     """Return the fields that define the meaning of weights, without context length and notation of positions."""
     fields = {**msgspec.structs.asdict(config), "positions": inverse_frequencies(config)}
-    return {field: value for field, value in fields.items() if field not in ("context", "theta", "rope")}
+    ignored = {"context", "theta", "rope", "layout"} | ({"spatial"} if config.spatial is None else set())
+    return {field: value for field, value in fields.items() if field not in ignored}
 
 
 def _check(specs: tuple[TensorSpec, ...], parts: Parts) -> None:
