@@ -17,8 +17,9 @@ from baton.config.settings import Settings  # noqa: E402
 from baton.engine_kit.content_hash import rows_hash  # noqa: E402
 from baton.engines.registry import build_engine  # noqa: E402
 from baton.engines.torch.vision.model import vision_identity  # noqa: E402
+from baton.engines.torch.vision.prepare import prepare  # noqa: E402
 from baton.engines.torch.vision_engine import TorchVisionEngine  # noqa: E402
-from baton.errors import BatonError, Cancelled, ConfigError, EngineDead, InvalidRequest, Unsupported  # noqa: E402
+from baton.errors import BatonError, Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported  # noqa: E402
 from baton.ports.engine import (  # noqa: E402
     EmbedEngine,
     EncodedRows,
@@ -160,6 +161,22 @@ def test_one_broken_file_fails_its_request_alone(qwen: Path) -> None:
             assert engine.progress().running == 0
 
     run_bounded(body())
+
+
+def test_preprocessing_that_fails_is_not_the_clients_fault() -> None:
+    class Broken:
+        size = 1
+        colours: Any = None
+        placeholders: dict[str, int] = {}
+
+        def identity(self) -> object:
+            return None
+
+        def prepare_image(self, pixels: object, content_hash: str) -> Any:
+            raise ValueError("no such filter")
+
+    with pytest.raises(EngineFailed, match=r"image\[0\]: preprocessing failed.*no such filter"):
+        prepare(Broken(), "model", image())
 
 
 @pytest.mark.parametrize("name", ["qwen", "split"])
