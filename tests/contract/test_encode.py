@@ -27,7 +27,7 @@ from baton.protocol.media import MediaFile, MediaHandles
 from baton.protocol.outputs import HandoffReady, TokenDelta
 from baton.protocol.requests import Sampling, StopConditions
 from baton.testing import eventually, run_bounded, running
-from baton.testing.encode_contract import EncodeContract
+from baton.testing.encode_contract import HandlesContract, RowsContract
 from baton.testing.engine_session import read_to_the_end
 from tests.doubles.trtllm import World, make_library
 
@@ -41,12 +41,12 @@ ARGUMENTS = (
 PROMPT = (10, 20, 30)
 
 
-class TestEchoEncodes(EncodeContract):
+class TestEchoEncodes(RowsContract):
     def make_engine(self) -> EncodeEngine:
         return EchoEngine(EchoOptions(media=True))
 
 
-class TestTrtllmEncodes13(EncodeContract):
+class TestTrtllmEncodes13(HandlesContract):
     version = "1.3.0rc22"
 
     def make_engine(self) -> EncodeEngine:

@@ -1,6 +1,6 @@
 """Settings for the media (images, audio, video) that a worker fetches."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -10,8 +10,28 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Allowed sources of media, and their limits."""
 
     encoders: Annotated[
-        bool, Meta(description="Encode images on encode workers. The model is registered only while there is one.")
+        bool,
+        Meta(
+            description="Take encoded media from encode workers. `baton serve --encode` sets it for the workers that"
+            " compute prompts."
+        ),
     ] = False
+    local_encoding: Annotated[
+        Literal["auto", "never"],
+        Meta(
+            description="auto: the worker encodes media itself if no encode worker has. never: only encode workers do;"
+            " the worker need not load the encoder of the model, and with media.encoders the model is registered only"
+            " while there is an encode worker."
+        ),
+    ] = "auto"
+    cache_bytes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Bytes of embeddings that a worker holds: those that requests use, and a cache of the others."
+            " Requests whose media do not fit wait.",
+        ),
+    ] = 512 << 20
     domains: Annotated[
         str,
         Meta(description="Comma-separated hosts to fetch from, including subdomains. Empty: every public host."),
@@ -64,7 +84,8 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=3600,
-            description="Seconds that fetching one media item may take. Keep it below kv.claim_timeout_s.",
+            description="Seconds that loading the media of a request may take, from waiting for max_total_bytes to the"
+            " last byte. Keep it below kv.claim_timeout_s.",
         ),
     ] = 8.0
     decode_timeout_s: Annotated[

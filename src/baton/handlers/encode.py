@@ -1,10 +1,12 @@
 """The encode role: encode the media of a prompt and hold the result for the worker that computes the prompt.
 
-    frontend ──request──► encode worker ──► engine.encode
-       ▲                       │  room opened (Lease)
-       └── ticket, handles ────┘
-    frontend ──the same request, with both──► worker that computes: room claimed, handles read, Taken
-                                              Lease ended, engine.abort frees them
+    frontend ──request──► encode worker ──► engine.encode, unless the rows are in the embedding store
+       ▲                       │  room opened (Lease), rows pinned
+       └── ticket, rows ───────┘
+    frontend ──the same request, with both──► worker that computes: room claimed, rows fetched, Taken
+                                              Lease ended: rows unpinned
+
+Engines that hold what they have encoded return handles instead of rows; engine.abort frees them when the lease ends.
 
 The frontend reads the answer to its end before it continues, so the encoded media outlive the request. They are freed
 when they have been read, when the worker that claimed them is lost, and when no worker claims them in time.
@@ -18,12 +20,16 @@ from baton.errors import InvalidRequest
 from baton.handlers.admission import admit_encode
 from baton.handlers.leases import LeaseReaper, fail_lease
 from baton.handlers.media import LoadedMedia, media_files, named_media
+from baton.handlers.media_encoder import MediaEncoder
+from baton.handlers.media_rows import describe, offered_blocks
 from baton.handlers.relay import abort
-from baton.handlers.tickets import new_ticket, params_of
+from baton.handlers.tickets import new_ticket, params_of, rows_params
+from baton.media.embedding_store import Hold
 from baton.ports.engine import EncodeEngine, EncodeWork, EngineInfo
 from baton.ports.media import MediaLoader
 from baton.ports.runtime import Context
 from baton.ports.transfer import Lease, Producer
+from baton.protocol.handoff import Ticket
 from baton.protocol.lifecycle import State
 from baton.protocol.media import MediaFile
 from baton.protocol.outputs import Chunk, FinishReason, Usage
@@ -43,12 +49,17 @@ class EncodeHandler:
         tracker: RequestTracker,
         loader: MediaLoader,
         producer: Producer,
+        encoder: MediaEncoder | None = None,
+        claim_timeout_s: float = 10.0,
     ) -> None:
+        """Prepare. With `encoder`, media are encoded to rows in its store; without, the engine holds them."""
         self._engine = engine
         self._info = info
         self._tracker = tracker
         self._loader = loader
         self._producer = producer
+        self._encoder = encoder
+        self._claim_timeout_s = claim_timeout_s
         self._reaper = LeaseReaper(engine, tracker.limits)
         self._probe_refused = False
 
@@ -67,8 +78,16 @@ class EncodeHandler:
                 trace_headers=context.trace_headers,
             )
             lease: Lease | None = None
+            media = LoadedMedia()
             try:
-                result, lease = await self._encode(work, tracked)
+                if self._encoder is not None:
+                    hold = await tracked.scope.wait(
+                        self._encoder.encode(work.media, work.token_ids, work.trace_headers)
+                    )
+                    media = LoadedMedia(hold=hold)
+                    result, lease = self._offer_rows(self._encoder, hold, tracked)
+                else:
+                    result, lease = await self._offer_handles(work, tracked)
                 # The frontend reads the result from the chunk that ends the answer.
                 usage = Usage(tracked.prompt_tokens, 0)
                 yield Chunk([], finish_reason=FinishReason.STOP, usage=usage, encoder_result=result)
@@ -77,8 +96,9 @@ class EncodeHandler:
                 raise
             finally:
                 if lease is not None:
-                    self._reaper.watch(work.request_id, lease, LoadedMedia())
+                    self._reaper.watch(work.request_id, lease, media)
                 else:
+                    await media.close()
                     await abort(self._engine, work.request_id, self._tracker.limits.abort_timeout_s)
 
     async def probe(self, prompt: tuple[int, ...], image: MediaFile, context: Context) -> None:
@@ -97,12 +117,23 @@ class EncodeHandler:
             finally:
                 await abort(self._engine, tracked.request_id, self._tracker.limits.abort_timeout_s)
 
-    async def _encode(self, work: EncodeWork, tracked: TrackedRequest) -> tuple[dict[str, object], Lease]:
+    def _offer_rows(
+        self, encoder: MediaEncoder, hold: Hold, tracked: TrackedRequest
+    ) -> tuple[dict[str, object], Lease]:
+        ticket, lease = self._open_room(tracked)
+        lease.computed(offered_blocks(hold))
+        media = describe(hold, encoder.store, self._producer.address, self._claim_timeout_s)
+        return rows_params(ticket, media), lease
+
+    async def _offer_handles(self, work: EncodeWork, tracked: TrackedRequest) -> tuple[dict[str, object], Lease]:
         encoded = await tracked.scope.wait(self._engine.encode(work))
+        ticket, lease = self._open_room(tracked)
+        return params_of(ticket, encoded.params or {}), lease
+
+    def _open_room(self, tracked: TrackedRequest) -> tuple[Ticket, Lease]:
         tracked.scope.check()
         tracked.lifecycle.advance(State.SUBMITTED)
         tracked.first_output_at = time.perf_counter()
         tracked.lifecycle.advance(State.STREAMING)
         ticket = new_ticket(self._producer.address, 0, 1)
-        lease = self._producer.offer(ticket, tracked.prompt_tokens)
-        return params_of(ticket, encoded.params or {}), lease
+        return ticket, self._producer.offer(ticket, tracked.prompt_tokens)

@@ -1,4 +1,4 @@
-"""The threads that decode media, for loader and engines: few, so that the memory of decoded media is bounded."""
+"""The threads on which engines decode media: few, so that the memory of decoded media is bounded."""
 
 import os
 from collections.abc import Callable

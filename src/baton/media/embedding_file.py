@@ -1,7 +1,7 @@
 """Embedding files: rows that a client has computed for a piece of media, in a safetensors file.
 
 A file with one tensor has the rows under any name. With several, the rows are `mm_embeddings`, and the others are known
-by their names: grids, seconds per grid, timestamps. Slow: call it with `decoding.run_decoding`.
+by their names: grids, seconds per grid, timestamps. Reading one is slow.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Images, read with Pillow. All functions are slow: call them with `decoding.run_decoding`.
+"""Images, read with Pillow. All functions are slow: engines call them with `decoding.run_decoding`.
 
 `decode_image` converts as transformers does: rotated by EXIF data, then converted to RGB. Alpha is dropped: a
 transparent pixel has the colour that is stored for it. Images of 16 bits are scaled to 8, where Pillow would cut off.
@@ -27,17 +27,14 @@ def image_size(file: MediaFile) -> tuple[int, int]:
     image = _open(file)
     _check_size(file, image)
     width, height = image.size
-    try:
-        rotated = image.getexif().get(_EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
-    except Exception:  # noqa: BLE001 - Pillow's parsers raise many types; damaged EXIF data rotate nothing
-        rotated = False
-    return (height, width) if rotated else (width, height)
+    return (height, width) if _is_turned(image) else (width, height)
 
 
 def decode_image(file: MediaFile) -> Image.Image:
     """Return the image in RGB, rotated by its EXIF data; of an animation the first frame. Raises InvalidRequest."""
     image = _open(file)
     _check_size(file, image)
+    _is_turned(image)  # Pillow keeps what it reads now: EXIF data behind the pixels do not contradict `image_size`
     try:
         image.load()
         return _to_rgb(_rotated(image))
@@ -65,10 +62,21 @@ def _check_size(file: MediaFile, image: Image.Image) -> None:
         )
 
 
+def _is_turned(image: Image.Image) -> bool:
+    """Return whether width and height are exchanged when the image is shown."""
+    if image.format == "TIFF":
+        return False  # Pillow has exchanged them
+    try:
+        # Of the base class: that of a PNG decodes the pixels.
+        return Image.Image.getexif(image).get(_EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+    except Exception:  # noqa: BLE001 - Pillow's parsers raise many types; damaged EXIF data rotate nothing
+        return False
+
+
 def _rotated(image: Image.Image) -> Image.Image:
     try:
         return ImageOps.exif_transpose(image)
-    except Exception:  # noqa: BLE001 - see `image_size`
+    except Exception:  # noqa: BLE001 - see `_is_turned`
         return image
 
 

@@ -9,13 +9,16 @@ from baton.config.media import MediaOptions
 from baton.errors import ConfigError, InvalidRequest
 from baton.media.byte_budget import ByteBudget, RequestBytes
 from baton.media.data_urls import estimated_size, is_data_url
-from baton.media.decoding import run_decoding
 from baton.media.embedding_file import names_embeddings, read_embeddings, refuse_pickle
 from baton.media.fetch import Fetcher
 from baton.media.images import image_size
 from baton.media.policy import Policy
+from baton.media.threads import ThreadPool
 from baton.media.video import video_size
 from baton.protocol.media import DecodeLimits, LoadedMediaItem, MediaFile, MediaUrl
+
+# Threads that read headers. Not those that decode: a header must not wait for a video.
+CHECKS = 4
 
 
 class PolicyLoader:
@@ -34,6 +37,7 @@ class PolicyLoader:
             timeout_s=options.decode_timeout_s,
         )
         self._fetcher = fetcher or Fetcher(Policy(options))
+        self._checks = ThreadPool("media-checks", CHECKS)
         self._bytes = ByteBudget(options.max_total_bytes, options.max_request_bytes)
 
     @property
@@ -49,11 +53,13 @@ class PolicyLoader:
             )
         kinds = [names_embeddings(each) for each in named]
         known = sum(estimated_size(each.url) for each in named if is_data_url(each.url))
+        deadline = asyncio.get_running_loop().time() + self._options.timeout_s
         share = await self._bytes.open(known, self._options.timeout_s)
         try:
             async with asyncio.TaskGroup() as group:
                 loading = [
-                    group.create_task(self._load(each, kind, share)) for each, kind in zip(named, kinds, strict=True)
+                    group.create_task(self._load_in_time(each, kind, share, deadline))
+                    for each, kind in zip(named, kinds, strict=True)
                 ]
             items = tuple(task.result() for task in loading)
             share.keep(items)
@@ -65,14 +71,24 @@ class PolicyLoader:
 
     async def close(self) -> None:
         """See `MediaLoader.close`."""
+        self._checks.close()
         await self._fetcher.close()
+
+    async def _load_in_time(
+        self, media: MediaUrl, is_embeddings: bool, share: RequestBytes, deadline: float
+    ) -> LoadedMediaItem:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._load(media, is_embeddings, share)
+        except TimeoutError:
+            raise InvalidRequest(f"{media.place}: fetching it took longer than {self._options.timeout_s:g} s") from None
 
     async def _load(self, media: MediaUrl, is_embeddings: bool, share: RequestBytes) -> LoadedMediaItem:
         data = await self._fetcher.fetch(media, share)
         if is_embeddings:
-            return await run_decoding(read_embeddings, media, data)
+            return await self._checks.run(read_embeddings, media, data)
         file = MediaFile(modality=media.modality, data=data, place=media.place, limits=self._limits)
-        size = await run_decoding(_checked_size, file)
+        size = await self._checks.run(_checked_size, file)
         return msgspec.structs.replace(file, size=size)
 
 

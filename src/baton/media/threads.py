@@ -19,16 +19,19 @@ class ThreadPool:
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = name
-        self._free_places = threads
+        self._threads = threads
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._started: list[threading.Thread] = []
+        self._closed = False
 
     def submit(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Queue `work`; the future gets its result on the event loop of the caller."""
+        """Queue `work`; the future gets its result on the event loop of the caller. Raises RuntimeError if closed."""
+        if self._closed:
+            raise RuntimeError(f"the threads {self._name} have been ended")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._jobs.put(_Job(future, work, args))
-        if not self._idle.acquire(blocking=False) and len(self._started) < self._free_places:
+        if not self._idle.acquire(blocking=False) and len(self._started) < self._threads:
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._started)}", daemon=True)
             self._started.append(thread)
             thread.start()
@@ -39,7 +42,8 @@ class ThreadPool:
         return await self.submit(work, *args)
 
     def close(self) -> None:
-        """End the threads, each after the work that it does now. Idempotent."""
+        """End the threads, when all work that was queued is done. Idempotent."""
+        self._closed = True
         for _ in self._started:
             self._jobs.put(None)
         self._started.clear()

@@ -1,4 +1,4 @@
-"""Videos, decoded with PyAV (FFmpeg). All functions are slow: call them with `decoding.run_decoding`.
+"""Videos, decoded with PyAV (FFmpeg). All functions are slow: engines call them with `decoding.run_decoding`.
 
 Nothing in a header is trusted: the frames of the file are counted and their times read before any is decoded, and
 limits apply to what was found. FFmpeg reads only the bytes of the file: its demuxers for playlists, which open other
@@ -27,7 +27,7 @@ _FORMATS = "MP4, MOV, WebM, Matroska, GIF"
 
 
 class VideoInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A video, as counted: its frames, their rate, its duration in seconds, and its size in pixels as it is shown."""
+    """A video, as counted: its frames, their rate, its duration in seconds, and its size before it is rotated."""
 
     frames: int
     fps: float
@@ -37,7 +37,7 @@ class VideoInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Video(msgspec.Struct, frozen=True, kw_only=True):
-    """Frames taken from a video: RGB, as an array of frames x height x width x 3 bytes.
+    """Frames taken from a video: RGB, as it is shown, as an array of frames x height x width x 3 bytes.
 
     `indices` are their numbers in the video, `timestamps` their times in seconds from the first frame of the video.
     """
@@ -62,7 +62,7 @@ def by_fps(fps: float, least: int = 1, most: int = 768) -> Sampling:
 
 
 def video_size(file: MediaFile) -> tuple[int, int]:
-    """Return width and height of a video, from its header; nothing is decoded.
+    """Return width and height of a video before it is rotated, from its header; nothing is decoded.
 
     Raises InvalidRequest unless it is a video in a supported format and, as far as the header tells, within
     `file.limits`.
@@ -130,14 +130,24 @@ class _Reader:
             self.__exit__()
             raise InvalidRequest(f"{self._file.place}: the file has no video, or more than {MAX_STREAMS} streams")
         self._stream: Any = streams[0]
-        self._stream.codec_context.options = self._decoder_options()
-        self._stream.codec_context.thread_count = 1  # more threads keep more frames in memory
+        self._prepare_decoder()
         return self
 
     def _open(self, kind: str) -> Any:
         # FFmpeg decodes frames while it opens a file whose container does not name their size.
         options = [self._decoder_options()] * MAX_STREAMS
         return self._av.open(io.BytesIO(self._file.data), format=kind, io_open=_refuse_io, stream_options=options)
+
+    def _prepare_decoder(self) -> None:
+        decoder = self._stream.codec_context
+        if decoder is None or decoder.name not in CODECS:
+            name = decoder.name if decoder is not None else "of the file"
+            self.__exit__()
+            raise InvalidRequest(f"{self._file.place}: the video codec {name} is not supported")
+        decoder.options = self._decoder_options()
+        decoder.thread_count = 1  # more threads keep more frames in memory
+        # Read once: while it decodes, a decoder changes them to those of the last frame.
+        self.width, self.height = int(decoder.width), int(decoder.height)
 
     def _decoder_options(self) -> dict[str, str]:
         """Decoders allocate frames of the size in the stream, whatever the container says."""
@@ -146,14 +156,6 @@ class _Reader:
     def __exit__(self, *raised: object) -> None:
         if self._container is not None:
             self._container.close()
-
-    @property
-    def width(self) -> int:
-        return int(self._stream.codec_context.width)
-
-    @property
-    def height(self) -> int:
-        return int(self._stream.codec_context.height)
 
     @property
     def time_base(self) -> Fraction:
@@ -165,9 +167,6 @@ class _Reader:
         return Fraction(rate) if rate else None
 
     def check_header(self) -> None:
-        codec = self._stream.codec_context.name
-        if codec not in CODECS:
-            raise InvalidRequest(f"{self._file.place}: the video codec {codec} is not supported")
         self._check_frame_size(self.width, self.height)
         if self._stream.duration:
             self._check_duration(float(self._stream.duration * self.time_base))
@@ -197,24 +196,37 @@ class _Reader:
         """Decode the frames with these numbers."""
         import numpy as np
 
-        frames = np.empty((len(indices), self.height, self.width, 3), np.uint8)
+        frames = np.empty((0,), np.uint8)
         position: int | None = None  # the time of the last frame that was decoded
         source: Iterator[Any] = iter(())
         for place, index in enumerate(indices):
             wanted = packets.times[index]
             if position is None or _is_shorter_by_seeking(packets.keyframes, position, wanted):
                 source = self._frames_from(wanted)
-            position = self._fill(frames[place], source, wanted)
+            frame = self._first_from(source, wanted)
+            if place == 0:
+                turns = round(frame.rotation / 90)
+                size = (self.width, self.height) if turns % 2 else (self.height, self.width)
+                frames = np.empty((len(indices), *size, 3), np.uint8)
+            frames[place] = np.rot90(self._picture(frame), turns)
+            position = wanted if frame.pts is None else int(frame.pts)
         return frames
 
-    def _fill(self, place: "np.ndarray", source: Iterator[Any], wanted: int) -> int:
+    def _picture(self, frame: Any) -> "np.ndarray":
+        """Return a frame in RGB, at the size in the header."""
+        try:
+            picture: np.ndarray = frame.to_ndarray(format="rgb24", width=self.width, height=self.height)
+        except Exception as error:
+            raise self._unreadable(error) from error
+        return picture
+
+    def _first_from(self, source: Iterator[Any], wanted: int) -> Any:
+        """Return the first frame that is not before `wanted`."""
         for frame in source:
             self._check_deadline()
             if frame.pts is None or frame.pts >= wanted:
                 self._check_frame_size(frame.width, frame.height)
-                picture = frame.to_ndarray(format="rgb24", width=self.width, height=self.height)
-                place[:] = picture
-                return wanted if frame.pts is None else int(frame.pts)
+                return frame
         raise InvalidRequest(f"{self._file.place}: cannot read the video: it ends before its last frame")
 
     def _frames_from(self, wanted: int) -> Iterator[Any]:

@@ -8,6 +8,9 @@ A prefill worker offers the KV of one request, a decode worker claims it. A room
 know, and a secret. Failure, cancellation, expiry and loss on one side reach the other. Handlers use `Producer` and
 `Consumer`; a `TransportServer` and a `Channel` move the bytes. Engines that move KV themselves have rooms too: the room
 carries their bootstrap address, and the confirmation that the KV has been read.
+
+The rows of encoded media move in the same way, from an encode worker to the worker that computes the prompt: blocks of
+an embedding store instead of blocks of a KV cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +20,7 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.protocol.handoff import Ticket
+from baton.protocol.media import PlacedItem
 from baton.protocol.outputs import KvComputed, KvWanted
 
 
@@ -68,6 +72,9 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
 class Lease(Protocol):
     """The KV of one request, held for the consumer that has its ticket. Event-loop thread only."""
 
+    def placed(self, media: Sequence[PlacedItem]) -> None:
+        """Send the consumer the encoded media of the prompt, once. Required if the request names media."""
+
     def computed(self, output: KvComputed) -> None:
         """Make further blocks readable by the consumer."""
 
@@ -109,6 +116,12 @@ class Claim(Protocol):
     def cached_tokens(self) -> int | None:
         """How many tokens of the prompt the producer found in its prefix cache; known when the KV has arrived."""
 
+    async def media(self) -> tuple[PlacedItem, ...]:
+        """Return the encoded media of the prompt, when the producer knows them. Raises as `claimed` does.
+
+        For requests that name media: the producer sends none for others.
+        """
+
     async def claimed(self) -> None:
         """Wait until the producer has accepted the claim. Raises PeerLost, or the producer's error."""
 
@@ -123,8 +136,11 @@ class Claim(Protocol):
     def taken(self) -> None:
         """Confirm to the producer that the engine has read the KV itself. Idempotent."""
 
-    def place(self, wanted: KvWanted) -> None:
-        """Set the blocks that the KV goes to; fetching starts now, while the rest is computed."""
+    def place(self, *wanted: KvWanted) -> None:
+        """Set the blocks that the KV goes to; fetching starts now, while the rest is computed.
+
+        Each `wanted` is a part of the producer's blocks, in their order; what is in none of them is not fetched.
+        """
 
     def give_up(self) -> None:
         """Cancel the claim, also at a producer that still holds the KV. Idempotent."""

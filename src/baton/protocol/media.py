@@ -45,9 +45,9 @@ class DecodeLimits(msgspec.Struct, frozen=True, kw_only=True):
 class MediaFile(msgspec.Struct, frozen=True, kw_only=True, tag="file", weakref=True):
     """A media file, fetched under the worker's access policy: PNG, MP4, or another format that the engine reads.
 
-    `size` is the width and height in pixels that the header of an image or video names, as it is shown; None where it
-    has not been read. Whoever decodes the file keeps `limits`. Its bytes count against the limits of the loader as long
-    as the file exists.
+    `size` is the width and height in pixels that the header of an image or video names: of an image as it is shown, of
+    a video before it is rotated. It is None where it has not been read. Whoever decodes the file keeps `limits`. Its
+    bytes count against the limits of the loader as long as the file exists.
     """
 
     modality: str
@@ -111,12 +111,37 @@ class PlacedItem(msgspec.Struct, frozen=True, kw_only=True):
     index: int
 
 
+class HeldItem(msgspec.Struct, frozen=True, kw_only=True):
+    """An encoded item whose rows another worker holds: `nbytes` of them, in `blocks` blocks of its memory."""
+
+    item: EncodedItem
+    nbytes: int
+    blocks: int
+
+
+class EncodedMedia(msgspec.Struct, frozen=True, kw_only=True):
+    """The descriptor of rows that an encode worker holds for the worker that computes the prompt.
+
+    Rows have `size` numbers of type `dtype`, of the encoder `model`. `owner` is the address of the worker that holds
+    them until `expires_at` (seconds since 1970), unless they are claimed before. Its room offers the blocks of each
+    different item once, in the order of `items`.
+    """
+
+    owner: str
+    expires_at: float
+    model: str
+    dtype: str
+    size: int
+    items: tuple[HeldItem, ...]
+
+
 class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding"):
     """An encoded item at its place in the prompt: its expansion begins at token `position` of `Work.token_ids`.
 
     `data` has the rows, contiguous, of `size` numbers of type `dtype` each; it is valid until the work has ended. It is
     None where the KV of the prompt comes from another worker: the rows are in the KV, and the item still decides
-    positions and block hashes.
+    positions and block hashes. `routing_hash` is the number, in hexadecimal, by which the frontend's router knows the
+    media; KV events name it.
     """
 
     item: EncodedItem
@@ -124,6 +149,7 @@ class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding")
     dtype: str
     size: int
     data: memoryview | None = None
+    routing_hash: str | None = None
 
     @property
     def modality(self) -> str:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from baton.engine_kit.cpp_build import BuildError, load_library
 from baton.errors import PeerLost
-from baton.ports.transfer import BlockMemory
+from baton.ports.transfer import BlockMemory, KvShape
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +80,20 @@ def require_alike(mine: BlockMemory | None, theirs: BlockMemory | None) -> None:
         return
     if mine is None or theirs is None:
         raise PeerLost("one engine moves KV itself and the other does not: no handoff between them is possible")
+    if type(mine.shape) is not type(theirs.shape):
+        raise PeerLost("one worker has a KV cache and the other has embeddings: no handoff between them is possible")
+    if different := _differences(mine, theirs):
+        raise PeerLost(f"{_name(mine)} are not compatible: {', '.join(different)}")
+
+
+def _differences(mine: BlockMemory, theirs: BlockMemory) -> list[str]:
     pairs = [(name, getattr(mine.shape, name), getattr(theirs.shape, name)) for name in mine.shape.__struct_fields__]
     pairs += [(name, getattr(mine, name), getattr(theirs, name)) for name in ("planes", "block_bytes")]
-    different = [f"{name} is {own} here and {other} there" for name, own, other in pairs if own != other]
-    if different:
-        raise PeerLost(f"the KV caches are not compatible: {', '.join(different)}")
+    return [f"{name} is {own} here and {other} there" for name, own, other in pairs if own != other]
+
+
+def _name(memory: BlockMemory) -> str:
+    return "the KV caches" if isinstance(memory.shape, KvShape) else "the embeddings of the two workers"
 
 
 def require_host(memory: BlockMemory, transport: str) -> None:

@@ -19,7 +19,7 @@ from baton.errors import (
     Unsupported,
 )
 from baton.handlers.encode import EncodeHandler
-from baton.handlers.tickets import encoder_ticket
+from baton.handlers.tickets import read_encoder_result
 from baton.protocol.codec import decode_request, encode_chunk
 from baton.protocol.lifecycle import State
 from baton.protocol.media import MediaFile
@@ -79,7 +79,7 @@ def test_one_final_chunk_carries_the_ticket_and_the_engines_parameters() -> None
         wire = encode_chunk(chunk)
         assert wire["finish_reason"] == FinishReason.STOP.value, "the frontend takes the chunk that has one"
         assert chunk.encoder_result is not None
-        ticket, params = encoder_ticket(chunk.encoder_result)
+        ticket, params, _ = read_encoder_result(chunk.encoder_result)
         assert params == {"handle": str(work.request_id)}
         assert encoder.producer.offers == [(ticket, 3)]
         assert encoder.ended() is State.COMPLETED
@@ -189,7 +189,7 @@ def test_d16_a_failed_encode_is_aborted(error: BatonError) -> None:
         (request(media={"image_url": []}), InvalidRequest, "nothing to encode"),
         (request(tokens=()), InvalidRequest, "token_ids"),
         (request(media={"image_url": ["file:///etc/passwd"]}), InvalidRequest, r"image_url\[0\]: only http"),
-        (request(media={"video_url": ["https://a"]}), Unsupported, r"video_url: this engine takes image only"),
+        (request(media={"video_url": ["https://a"]}), Unsupported, r"video_url: this engine encodes image only"),
         (request(media={"image_url": [{"Decoded": {}}]}), Unsupported, r"image_url\[0\].*decoded"),
     ],
 )

@@ -35,7 +35,7 @@ class EncodingEngine(ScriptedEngine):
     """Encodes any media. It waits for `gate` first, if there is one. Held embeddings can be counted."""
 
     def __init__(self, gate: asyncio.Event | None = None, error: BatonError | None = None) -> None:
-        can = Capabilities(generate=False, media_encoding=True, modalities=frozenset({"image"}))
+        can = Capabilities(generate=False, media_encoding=True, encoded_modalities=frozenset({"image"}))
         super().__init__(capabilities=can)
         self.encoded: list[EncodeWork] = []
         self.held: set[RequestId] = set()

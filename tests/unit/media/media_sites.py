@@ -2,10 +2,11 @@
 
 import base64
 import io
+import random
 import socket
 import struct
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -99,3 +100,22 @@ class FakeResolver(AbstractResolver):
 
 def data_url(content: bytes, media_type: str = "image/png") -> str:
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+
+
+def damaged(data: bytes, count: int) -> Iterator[bytes]:
+    """Yield `count` copies of `data` with bytes that are changed, cut out or put in. The same ones in every run."""
+    chance = random.Random(len(data))
+    for _ in range(count):
+        copy = bytearray(data)
+        for _ in range(chance.choice((1, 2, 8, 40))):
+            at = chance.randrange(len(copy) + 1)
+            match chance.randrange(4):
+                case 0:
+                    copy[at : at + 4] = chance.choice((b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff"))
+                case 1:
+                    del copy[at : at + chance.randrange(1, 20)]
+                case 2:
+                    copy[at:at] = chance.randbytes(chance.randrange(1, 20))
+                case _:
+                    copy[at : at + 1] = chance.randbytes(1)
+        yield bytes(copy)

@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from baton.media.embedding_file import names_embeddings, read_embeddings
 from baton.media.safetensors_header import MAX_HEADER_BYTES
 from baton.protocol.media import EmbeddingFile, MediaUrl
 from tests.unit.media.embedding_files import floats, ints, safetensors
-from tests.unit.media.media_sites import PLACE
+from tests.unit.media.media_sites import PLACE, damaged
 
 ROWS = floats([4, 2], *range(8))
 
@@ -139,6 +140,14 @@ def header_of(entries: Any, body: bytes) -> bytes:
 )
 def test_headers_that_lie_are_refused(data: bytes, reason: str) -> None:
     assert_refused(data, reason)
+
+
+def test_damaged_files_are_refused_or_have_other_rows_and_nothing_else() -> None:
+    whole = safetensors(mm_embeddings=ROWS, video_grid_thw=ints([1, 3], 1, 4, 4), video_timestamps=floats([2], 0, 1))
+    for data in damaged(whole, 1000):
+        with suppress(InvalidRequest):
+            item = read(data, "video")
+            assert item.data.nbytes == item.rows * item.size * (4 if item.dtype == "float32" else 2)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import io
 import struct
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 from baton.errors import InvalidRequest
 from baton.media.images import decode_image, image_size
 from baton.protocol.media import DecodeLimits, MediaFile
-from tests.unit.media.media_sites import PLACE, png, png_of, png_that_claims
+from tests.unit.media.media_sites import PLACE, damaged, png, png_of, png_that_claims
 
 
 def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -29,12 +30,31 @@ def pixel(data: bytes, x: int = 0, y: int = 0) -> Any:
     return image.getpixel((x, y))
 
 
-def test_images_are_rotated_by_exif_in_header_and_pixels() -> None:
+@pytest.mark.parametrize(("orientation", "corner"), [(1, (0, 0)), (3, (7, 3)), (6, (3, 0)), (8, (0, 7))])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_images_are_rotated_by_exif_in_header_and_pixels(kind: str, orientation: int, corner: tuple[int, int]) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # rotate by 90 degrees
-    data = saved(Image.new("RGB", (4, 2)), "JPEG", exif=exif)
-    assert image_size(file_of(data)) == (2, 4)
-    assert decode_image(file_of(data)).size == (2, 4)
+    exif[0x0112] = orientation
+    image = Image.new("RGB", (8, 4), "black")
+    image.putpixel((0, 0), (255, 255, 255))
+    lossless = {"quality": 100} | ({"lossless": True} if kind == "WEBP" else {})
+    data = saved(image, kind, exif=exif, **(lossless if kind != "TIFF" else {}))
+    size = (4, 8) if orientation in (6, 8) else (8, 4)
+    assert image_size(file_of(data)) == size
+    decoded = decode_image(file_of(data))
+    assert decoded.size == size
+    brightness = {(x, y): sum(decoded.getpixel((x, y))) for x in range(size[0]) for y in range(size[1])}
+    assert max(brightness, key=brightness.__getitem__) == corner
+
+
+def test_exif_data_behind_the_pixels_rotate_nothing() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = saved(Image.new("RGB", (4, 2)), exif=exif)
+    start = data.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(data[start : start + 4], "big")
+    late = data[:start] + data[end:-12] + data[start:end] + data[-12:]
+    assert image_size(file_of(late)) == decode_image(file_of(late)).size == (4, 2)
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # Pillow warns about the damage
@@ -105,6 +125,15 @@ def test_limits_apply_to_header_and_decoding() -> None:
             read(file_of(png(11, 10), max_pixels=100))
         with pytest.raises(InvalidRequest, match="too narrow"):
             read(file_of(png(201, 1)))
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+def test_damaged_images_are_refused_or_have_other_pixels_and_nothing_else(kind: str) -> None:
+    for data in damaged(saved(Image.effect_noise((30, 20), 50).convert("RGB"), kind), 200):
+        with suppress(InvalidRequest):
+            size = image_size(file_of(data))
+            assert decode_image(file_of(data)).size == size
 
 
 def test_decompression_bomb_is_refused() -> None:

@@ -116,6 +116,39 @@ def test_cancelled_load_holds_nothing() -> None:
     run_bounded(body())
 
 
+def test_waiting_and_fetching_share_one_time_limit() -> None:
+    async def body() -> None:
+        never = asyncio.Event()
+
+        async def wait(_: web.Request) -> web.StreamResponse:
+            await never.wait()
+            return web.Response()
+
+        loader = PolicyLoader(MediaOptions(private=LOCAL_NETWORK, timeout_s=0.05))
+        async with site(wait) as server:
+            with pytest.raises(InvalidRequest, match=r"image_url.0.: fetching it took longer than 0\.05 s"):
+                await loader.load([media_url(server.url())])
+            never.set()
+        await loader.close()
+
+    run_bounded(body())
+
+
+def test_loading_does_not_wait_for_decoding() -> None:
+    async def body() -> None:
+        done = threading.Event()
+        decoding = [asyncio.create_task(run_decoding(done.wait, 30)) for _ in range(8)]
+        await asyncio.sleep(0)
+        loader = PolicyLoader(MediaOptions())
+        assert len(await loader.load([media_url(data_url(png())), media_url(data_url(video()), "video")])) == 2
+        assert not any(task.done() for task in decoding)
+        done.set()
+        await asyncio.gather(*decoding)
+        await loader.close()
+
+    run_bounded(body())
+
+
 def test_limits_of_a_request_and_of_all_requests_say_which() -> None:
     async def body() -> None:
         picture = png(50, 50)

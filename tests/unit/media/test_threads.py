@@ -18,6 +18,8 @@ def test_results_and_errors_reach_the_caller() -> None:
         assert await pool.run(threading.current_thread) is not threading.current_thread()
         pool.close()
         pool.close()
+        with pytest.raises(RuntimeError, match="have been ended"):
+            pool.submit(pow, 2, 5)
 
     run_bounded(body())
 

@@ -8,8 +8,8 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.media.video import Sampling, Video, VideoInfo, by_count, by_fps, decode_video, video_size
 from baton.protocol.media import DecodeLimits, MediaFile
-from tests.unit.media.media_sites import PLACE, png
-from tests.unit.media.videos import brightness, lying_samples, video
+from tests.unit.media.media_sites import PLACE, damaged, png
+from tests.unit.media.videos import brightness, lying_samples, of_sizes, turned, video
 
 SIX = by_count(6)
 
@@ -54,6 +54,22 @@ def test_every_frame_can_be_taken_in_one_pass() -> None:
     taken = decode(video(12), lambda _: range(12))
     assert taken.indices == tuple(range(12))
     assert [int(frame.mean()) for frame in taken.frames] == sorted(int(frame.mean()) for frame in taken.frames)
+
+
+@pytest.mark.parametrize(("clockwise", "white"), [(0, "left"), (1, "top"), (2, "right"), (3, "bottom")])
+def test_frames_are_rotated_as_the_video_is_shown(clockwise: int, white: str) -> None:
+    data = turned(clockwise)
+    frames = decode(data, SIX).frames
+    height, width = (24, 32) if clockwise % 2 == 0 else (32, 24)
+    assert frames.shape[1:3] == (height, width)
+    half = {
+        "left": frames[:, :, : width // 2],
+        "right": frames[:, :, width // 2 :],
+        "top": frames[:, : height // 2],
+        "bottom": frames[:, height // 2 :],
+    }
+    assert max(half, key=lambda name: half[name].mean()) == white
+    assert video_size(file_of(data)) == (32, 24)
 
 
 def test_numbers_outside_of_the_video_become_its_first_or_last_frame() -> None:
@@ -116,10 +132,22 @@ def test_what_is_no_video_is_refused(data: bytes, reason: str) -> None:
         decode(data)
 
 
-def test_damaged_frames_are_an_error_or_other_pixels_and_nothing_else() -> None:
-    data = bytearray(video(30))
-    start = data.index(b"mdat") + 4
-    for at in range(start + 40, min(start + 1500, len(data)), 7):
-        data[at] ^= 0xFF
-    with suppress(InvalidRequest):
-        assert decode(bytes(data)).frames.shape[1:] == (24, 32, 3)
+@pytest.mark.parametrize(
+    ("kind", "codec"),
+    [("mp4", "mpeg4"), ("mp4", "libx264"), ("matroska", "mpeg4"), ("webm", "libvpx-vp9"), ("gif", "gif")],
+)
+def test_damaged_videos_are_refused_or_have_other_frames_and_nothing_else(kind: str, codec: str) -> None:
+    for data in damaged(video(12, kind=kind, codec=codec), 200):
+        with suppress(InvalidRequest):
+            taken = decode(data)
+            assert taken.frames.shape == (len(taken.indices), taken.info.height, taken.info.width, 3)
+
+
+def test_a_frame_above_the_limit_is_not_decoded_whatever_the_header_says() -> None:
+    with pytest.raises(InvalidRequest, match=r"cannot read the video|exceed the limit of 1000 for a frame"):
+        decode(of_sizes((32, 24), (64, 64)), lambda _: range(2), max_frame_pixels=1000)
+
+
+def test_frames_of_another_size_are_scaled_to_the_first() -> None:
+    taken = decode(of_sizes((32, 24), (32, 24), (64, 64), (10, 10)), lambda _: range(4))
+    assert taken.frames.shape == (4, 24, 32, 3)

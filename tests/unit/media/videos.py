@@ -1,11 +1,14 @@
 """Small videos, made by PyAV. Frame `i` of `n` is grey, of the brightness 255 * i / (n - 1)."""
 
 import io
+import struct
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import av
 import numpy as np
+from PIL import Image
 
 
 def brightness(index: int, frames: int) -> int:
@@ -33,6 +36,41 @@ def video(
                 frame.pts = frame.pts * fps * seconds_between
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+    return file.getvalue()
+
+
+def turned(clockwise: int) -> bytes:
+    """Return an MP4 whose stored frames are white on the left, shown after so many quarter turns."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream: Any = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
+        picture = np.zeros((24, 32, 3), np.uint8)
+        picture[:, :16] = 255
+        for _ in range(6):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    data, one = file.getvalue(), 0x10000
+    at = data.index(struct.pack(">9i", one, 0, 0, 0, one, 0, 0, 0, 1 << 30), data.index(b"tkhd"))
+    first, second = [(one, 0), (0, one), (-one, 0), (0, -one)][clockwise]
+    matrix = struct.pack(">9i", first, second, 0, -second, first, 0, 0, 0, 1 << 30)
+    return data[:at] + matrix + data[at + len(matrix) :]
+
+
+def of_sizes(*sizes: tuple[int, int]) -> bytes:
+    """Return a video with a frame of each size. Its header has the first."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream: Any = container.add_stream("mjpeg", rate=10)
+        stream.width, stream.height = sizes[0]
+        stream.pix_fmt = "yuvj420p"
+        for index, size in enumerate(sizes):
+            picture = io.BytesIO()
+            Image.new("RGB", size).save(picture, "JPEG")
+            packet = av.Packet(picture.getvalue())
+            packet.stream, packet.is_keyframe, packet.time_base = stream, True, Fraction(1, 10)
+            packet.pts = packet.dts = index
+            container.mux(packet)
     return file.getvalue()
 
 

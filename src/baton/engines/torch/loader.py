@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from baton.engine_kit.safetensors_file import SafetensorsFile, weight_files
+from baton.engines.torch.models.config import LlamaConfig
+from baton.engines.torch.models.vision_language import language_tensor
 from baton.errors import ConfigError
 
 Report = Callable[[int, int], None]
@@ -41,6 +43,11 @@ def load_weights(
             _read(*homes[name], part)
             done += part.nbytes
             report(done, total)
+
+
+def tensor_names(config: LlamaConfig) -> Rename:
+    """Return how the tensors of a model's files are called in the model."""
+    return language_tensor if config.layout is not None else lambda name: name
 
 
 def _check_type(file: SafetensorsFile, name: str, directory: Path) -> None:

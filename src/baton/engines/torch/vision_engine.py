@@ -3,27 +3,19 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import NamedTuple
 
 from baton.config.engines import TorchOptions
+from baton.engines.torch.vision.calls import EncodeCalls
 from baton.engines.torch.vision.encoder import AHEAD, VisionEncoder
-from baton.errors import Cancelled, InvalidRequest, Unsupported
+from baton.errors import Unsupported
 from baton.models.directory import read_config
 from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
-from baton.request.cancel_scope import CancelScope
 from baton.status.progress_line import ProgressLine
 
 LOAD_INTERVAL_S = 0.25
-
-
-class _Call(NamedTuple):
-    """One call of `encode`: what ends it early, and its end."""
-
-    scope: CancelScope
-    ended: asyncio.Event
 
 
 class TorchVisionEngine:
@@ -34,7 +26,7 @@ class TorchVisionEngine:
         self._directory = directory
         self._name = name
         self._encoder = VisionEncoder(options, directory)
-        self._calls: dict[RequestId, _Call] = {}
+        self._calls = EncodeCalls(self._encoder)
         self._stopped = asyncio.Event()
 
     @property
@@ -61,21 +53,11 @@ class TorchVisionEngine:
 
     async def encode(self, work: EncodeWork) -> Encoded:
         """See `EncodeEngine.encode`."""
-        if work.request_id in self._calls:
-            raise InvalidRequest(f"request id {work.request_id} is in use")
-        call = self._calls[work.request_id] = _Call(CancelScope(), asyncio.Event())
-        try:
-            return Encoded(items=tuple(await call.scope.wait(self._encoder.encode(work.media))))
-        finally:
-            del self._calls[work.request_id]
-            call.scope.close()
-            call.ended.set()
+        return await self._calls.encode(work)
 
     async def abort(self, request_id: RequestId) -> None:
         """See `AbortableEngine.abort`."""
-        if (call := self._calls.get(request_id)) is not None:
-            call.scope.fire(Cancelled("aborted"))
-            await call.ended.wait()
+        await self._calls.abort(request_id)
 
     async def execute(self, command: Command) -> Outcome:
         """See `Engine.execute`."""

@@ -126,8 +126,7 @@ class TrtllmEncoder:
     @property
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
-        images = frozenset({"image"})
-        return Capabilities(generate=False, media_encoding=True, modalities=images, encoded_modalities=images)
+        return Capabilities(generate=False, media_encoding=True, encoded_modalities=frozenset({"image"}))
 
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
