@@ -66,6 +66,11 @@ def image(width: int = 84, height: int = 84, seed: int = 0) -> MediaFile:
     return MediaFile(modality="image", data=noise_png(width, height, seed), place=f"image[{seed}]")
 
 
+def many() -> list[MediaFile]:
+    """600 images: enough to be interrupted."""
+    return [image(seed=seed) for seed in range(5)] * 120
+
+
 def work(*files: MediaFile) -> EncodeWork:
     return EncodeWork(request_id=new_request_id("test"), token_ids=(1,), media=files)
 
@@ -219,7 +224,7 @@ def test_a_video_file_becomes_rows_with_times(qwen: Path) -> None:
 def test_a_cancelled_request_is_withdrawn_at_once(split: Path) -> None:
     async def body() -> None:
         async with started(split) as (engine, _):
-            large = asyncio.create_task(engine.encode(work(*(image(seed=n % 5) for n in range(600)))))
+            large = asyncio.create_task(engine.encode(work(*many())))
             await eventually(lambda: engine.progress().steps > 2)
             assert engine.progress().running == 1
             small = asyncio.create_task(engine.encode(work(image())))
@@ -238,7 +243,7 @@ def test_a_cancelled_request_is_withdrawn_at_once(split: Path) -> None:
 def test_abort_ends_a_call_with_cancelled(split: Path) -> None:
     async def body() -> None:
         async with started(split) as (engine, _):
-            request = work(*(image(seed=n % 5) for n in range(600)))
+            request = work(*many())
             call = asyncio.create_task(engine.encode(request))
             await eventually(lambda: engine.progress().steps > 2)
             with pytest.raises(InvalidRequest, match="in use"):
@@ -280,8 +285,7 @@ def test_stop_fails_waiting_requests_and_ends_the_readings(split: Path) -> None:
                 seen.append(reading)
 
         listening = asyncio.create_task(listen())
-        files = [image(seed=n % 5) for n in range(600)]
-        calls = [asyncio.create_task(engine.encode(work(*files))) for _ in range(3)]
+        calls = [asyncio.create_task(engine.encode(work(*many()))) for _ in range(3)]
         await eventually(lambda: any(isinstance(r, LoadSnapshot) and r.running for r in seen))
         await engine.stop()
         for call in calls:
