@@ -17,8 +17,9 @@ from baton.config.settings import Settings  # noqa: E402
 from baton.engine_kit.content_hash import rows_hash  # noqa: E402
 from baton.engines.registry import build_engine  # noqa: E402
 from baton.engines.torch.vision.model import vision_identity  # noqa: E402
+from baton.engines.torch.vision.prepare import prepare  # noqa: E402
 from baton.engines.torch.vision_engine import TorchVisionEngine  # noqa: E402
-from baton.errors import BatonError, Cancelled, ConfigError, EngineDead, InvalidRequest, Unsupported  # noqa: E402
+from baton.errors import BatonError, Cancelled, ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported  # noqa: E402
 from baton.ports.engine import (  # noqa: E402
     EmbedEngine,
     EncodedRows,
@@ -63,6 +64,11 @@ async def started(directory: Path, options: TorchOptions = CPU) -> AsyncIterator
 
 def image(width: int = 84, height: int = 84, seed: int = 0) -> MediaFile:
     return MediaFile(modality="image", data=noise_png(width, height, seed), place=f"image[{seed}]")
+
+
+def many() -> list[MediaFile]:
+    """600 images: enough to be interrupted."""
+    return [image(seed=seed) for seed in range(5)] * 120
 
 
 def work(*files: MediaFile) -> EncodeWork:
@@ -162,6 +168,22 @@ def test_one_broken_file_fails_its_request_alone(qwen: Path) -> None:
     run_bounded(body())
 
 
+def test_preprocessing_that_fails_is_not_the_clients_fault() -> None:
+    class Broken:
+        size = 1
+        colours: Any = None
+        placeholders: dict[str, int] = {}
+
+        def identity(self) -> object:
+            return None
+
+        def prepare_image(self, pixels: object, content_hash: str) -> Any:
+            raise ValueError("no such filter")
+
+    with pytest.raises(EngineFailed, match=r"image\[0\]: preprocessing failed.*no such filter"):
+        prepare(Broken(), "model", image())
+
+
 @pytest.mark.parametrize("name", ["qwen", "split"])
 def test_a_modality_that_the_model_does_not_take_is_refused(name: str, request: pytest.FixtureRequest) -> None:
     async def body() -> None:
@@ -202,7 +224,7 @@ def test_a_video_file_becomes_rows_with_times(qwen: Path) -> None:
 def test_a_cancelled_request_is_withdrawn_at_once(split: Path) -> None:
     async def body() -> None:
         async with started(split) as (engine, _):
-            large = asyncio.create_task(engine.encode(work(*(image(seed=n % 5) for n in range(600)))))
+            large = asyncio.create_task(engine.encode(work(*many())))
             await eventually(lambda: engine.progress().steps > 2)
             assert engine.progress().running == 1
             small = asyncio.create_task(engine.encode(work(image())))
@@ -221,7 +243,7 @@ def test_a_cancelled_request_is_withdrawn_at_once(split: Path) -> None:
 def test_abort_ends_a_call_with_cancelled(split: Path) -> None:
     async def body() -> None:
         async with started(split) as (engine, _):
-            request = work(*(image(seed=n % 5) for n in range(600)))
+            request = work(*many())
             call = asyncio.create_task(engine.encode(request))
             await eventually(lambda: engine.progress().steps > 2)
             with pytest.raises(InvalidRequest, match="in use"):
@@ -263,8 +285,7 @@ def test_stop_fails_waiting_requests_and_ends_the_readings(split: Path) -> None:
                 seen.append(reading)
 
         listening = asyncio.create_task(listen())
-        files = [image(seed=n % 5) for n in range(600)]
-        calls = [asyncio.create_task(engine.encode(work(*files))) for _ in range(3)]
+        calls = [asyncio.create_task(engine.encode(work(*many()))) for _ in range(3)]
         await eventually(lambda: any(isinstance(r, LoadSnapshot) and r.running for r in seen))
         await engine.stop()
         for call in calls:

@@ -46,6 +46,7 @@ class TorchVisionEngine:
             block_size=1,
             total_blocks=1,
             max_running=AHEAD,
+            vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             media=media,
         )

@@ -125,6 +125,14 @@ def _placeholder(tokenizer: tokenizers.Tokenizer, token: int, directory: Path) -
     text = tokenizer.id_to_token(token)
     if text is None:
         raise ConfigError(f"the tokenizer in {directory} has no token {token}, the placeholder of an item of media")
-    # Cut into two parts, the text is no special token: neither part is one.
-    parts = tokenizer.encode_batch_fast([text[:1], text[1:]], add_special_tokens=False)
-    return Placeholder(token=token, text=text, as_text=tuple(token for part in parts for token in part.ids))
+    return Placeholder(token=token, text=text, as_text=_plain_tokens(tokenizer, token, text))
+
+
+def _plain_tokens(tokenizer: tokenizers.Tokenizer, token: int, text: str) -> tuple[int, ...]:
+    """Return the tokens of a placeholder's text where it is only text. `tokenizer` is used for nothing else."""
+    tokenizer.encode_special_tokens = True
+    plain = tokenizer.encode(text, add_special_tokens=False).ids
+    if token in plain:  # it is an added token, but not a special one: neither of two parts of it is
+        parts = tokenizer.encode_batch_fast([text[:1], text[1:]], add_special_tokens=False)
+        plain = [token for part in parts for token in part.ids]
+    return tuple(plain)

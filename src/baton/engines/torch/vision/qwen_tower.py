@@ -19,6 +19,8 @@ from baton.engines.torch.vision.qwen import QwenConfig
 from baton.engines.torch.vision.tower import Carve, activation, attend, heads_of, pair
 
 _EPS = 1e-6
+# That of the largest images takes about 40 MB.
+_PLANS = 16
 
 
 class _Block(NamedTuple):
@@ -69,7 +71,7 @@ class QwenTower:
         self._merger_norm = tensor(hidden)
         self._merger_up = tensor(merged, merged), tensor(merged)
         self._merger_out = tensor(tower.out_hidden_size, merged), tensor(tower.out_hidden_size)
-        self._plan = functools.lru_cache(maxsize=256)(self._make_plan)
+        self._plan = functools.lru_cache(maxsize=_PLANS)(self._make_plan)
 
     @property
     def parts(self) -> dict[str, Tensor]:
