@@ -6,7 +6,7 @@ many rows, torch computes the prompts, and a step is two passes. On a GPU torch 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from baton.engines.torch.models.llama import (
 )
 from baton.engines.torch.native.decoder import NativeDecoder, Rows
 from baton.engines.torch.native.library import has_matrix_unit, load_decoder_library
-from baton.engines.torch.prompt_media import Triple
+from baton.engines.torch.prompt_media import RotaryPositions, Triple
 from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample
 from baton.engines.torch.scheduler import Batch, Chunk
 from baton.engines.torch.sequence import Sequence
@@ -284,18 +284,18 @@ def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
 
 def _positions(chunks: list[Chunk]) -> list[int] | list[list[int]]:
     """Return the rotary position of each row, or three lists of them: in time, height and width."""
-    positions = [chunk.sequence.positions(chunk.start, chunk.start + chunk.length) for chunk in chunks]
-    shifts = [found for found in positions if isinstance(found, int)]
-    if len(shifts) == len(chunks):
-        starts = [chunk.start + shift for chunk, shift in zip(chunks, shifts, strict=True)]
-        return [at for start, chunk in zip(starts, chunks, strict=True) for at in range(start, start + chunk.length)]
-    rows: list[Triple] = []
-    for chunk, found in zip(chunks, positions, strict=True):
-        if isinstance(found, int):
-            rows += [(at, at, at) for at in range(chunk.start + found, chunk.start + found + chunk.length)]
-        else:
-            rows += found
+    found = [(chunk, chunk.sequence.positions(chunk.start, chunk.start + chunk.length)) for chunk in chunks]
+    if all(isinstance(positions, int) for _, positions in found):
+        return [triple[0] for chunk, positions in found for triple in _triples(chunk, positions)]
+    rows = [triple for chunk, positions in found for triple in _triples(chunk, positions)]
     return [list(direction) for direction in zip(*rows, strict=True)]
+
+
+def _triples(chunk: Chunk, positions: RotaryPositions) -> Iterable[Triple]:
+    if not isinstance(positions, int):
+        return positions
+    row = range(chunk.start + positions, chunk.start + positions + chunk.length)
+    return zip(row, row, row, strict=True)
 
 
 def _shift(chunk: Chunk) -> int:
