@@ -17,9 +17,11 @@ import pytest
 from PIL import Image
 
 from tests.e2e.harness import Serve, System, eventually
+from tests.e2e.pooled import Pooled
 
 pytestmark = pytest.mark.e2e
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LAYOUTS: dict[str, dict[str, int]] = {
     "all in one": {},
     "EP/D": {"prefill": 1, "decode": 1},
@@ -70,9 +72,9 @@ def answer_to(system: System, *parts: str | Image.Image, **more: Any) -> str:
 
 
 def start(directory: Path, layout: str, *more: str) -> Serve:
-    counts = LAYOUTS[layout]
-    flags = ("--encode", str(counts["encoders"])) if "encoders" in counts else ()
-    return Serve(directory, "--echo-media", *flags, *more, **counts)
+    """Start the example of a layout."""
+    file = EXAMPLES / f"{layout.lower().replace('/', '-').replace(' ', '-')}.yaml"
+    return Serve(directory, "--config", str(file), *more, **LAYOUTS[layout])
 
 
 def encoder_of(layout: str) -> int:
@@ -154,3 +156,59 @@ def test_what_is_no_image_is_the_clients_fault(layout: tuple[str, Serve]) -> Non
     assert status == 400, answer
     assert "multi_modal_data.image_url[1]: it is not an image" in answer
     assert_nothing_is_left(system)
+
+
+def test_text_does_not_go_through_the_encode_worker(layout: tuple[str, Serve]) -> None:
+    name, system = layout
+    before = system.ended("completed", encoder_of(name), role="encode")
+    assert answer_to(system, "only words") == "only words"
+    assert system.ended("completed", encoder_of(name), role="encode") == before
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "169.254.169.254"])
+def test_nothing_is_fetched_from_inside(layout: tuple[str, Serve], host: str) -> None:
+    _, system = layout
+    part = {"type": "image_url", "image_url": {"url": f"http://{host}/secret.png"}}
+    body = {"model": "echo", "messages": [{"role": "user", "content": [part]}]}
+    status, answer = system.post("/v1/chat/completions", body)
+    assert status == 400, answer  # by the frontend, which has a policy of its own, or by the worker
+    assert_nothing_is_left(system)
+
+
+def test_every_layout_is_one_model_and_says_its_workers(layout: tuple[str, Serve]) -> None:
+    name, system = layout
+    status, answer = system.get("/v1/models")
+    assert status == 200
+    assert answer.count('"id":"echo"') == 1
+    workers = "1 prefill and 1 decode workers" if "prefill" in LAYOUTS[name] else "1 worker"
+    encoders = " and 1 encode worker" if "encoders" in LAYOUTS[name] else ""
+    assert f"with {workers}{encoders} " in system.process.output.read_text()
+
+
+TOPOLOGY = {
+    "mode": "disaggregated",
+    "settings": {"engine": "echo", "name": "echo", "echo": {"media": True}},
+    "prefill": {"pools": [{"name": "one", "workers": {"count": 1}}]},
+    "decode": {"pools": [{"name": "one", "workers": {"count": 1}}]},
+}
+
+
+def test_prefill_decode_and_encode_workers_behind_a_global_router(tmp_path: Path) -> None:
+    system = Pooled(tmp_path, TOPOLOGY, workers=3, arguments=("--encode", "1"))
+    prefill, decode, encoder = 1, 2, 3
+    try:
+        system.wait_ready()
+        image = picture(30, 20)
+        eventually(
+            lambda: answer_to(system, picture(1, 1)) and system.ended("completed", encoder, role="encode"),
+            what="the encode worker is called",
+        )
+        before = lookups(system, encoder, "miss")
+        parts = ("look ", image, "and <|image|> ", image)
+        assert answer_to(system, *parts) == said_to(*parts)
+        assert lookups(system, encoder, "miss") == before + 1
+        assert system.ended("completed", prefill, role="prefill") >= 2
+        assert system.ended("completed", decode, role="decode") >= 2
+        system.stop()
+    finally:
+        system.close()

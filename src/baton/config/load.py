@@ -138,8 +138,8 @@ def _check_worker_counts(settings: Settings) -> None:
         raise ConfigError(f"prefill and decode workers need each other: add {missing}")
     if settings.prefill and settings.workers != 1:
         raise ConfigError("--workers starts aggregated workers: drop it, or --prefill and --decode")
-    if settings.topology and (settings.prefill or settings.encode or settings.workers != 1):
-        raise ConfigError("--topology defines the workers: drop --workers, --prefill, --decode and --encode")
+    if settings.topology and (settings.prefill or settings.workers != 1):
+        raise ConfigError("--topology defines the workers: drop --workers, --prefill and --decode")
 
 
 def _explain(problem: str) -> str:

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+_ROUTER_TOO = {"commands": ("serve", "worker", "router")}
+
 
 class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Allowed sources of media, and their limits."""
@@ -13,7 +15,8 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(
             description="Take encoded media from encode workers. `baton serve --encode` sets it for the workers that"
-            " compute prompts."
+            " compute prompts, and for the global router.",
+            extra=_ROUTER_TOO,
         ),
     ] = False
     local_encoding: Annotated[
@@ -21,7 +24,8 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="auto: the worker encodes media itself if no encode worker has. never: only encode workers do;"
             " the worker need not load the encoder of the model, and with media.encoders the model is registered only"
-            " while there is an encode worker."
+            " while there is an encode worker.",
+            extra=_ROUTER_TOO,
         ),
     ] = "auto"
     cache_bytes: Annotated[

@@ -129,7 +129,7 @@ def announce(role: str, context: RoleContext, role_service: RoleService) -> Mode
     """Return the model card that makes frontends send this worker the requests of its role."""
     settings, info = context.settings, context.info
     model_input = "text" if role == "embed" else settings.model_input
-    host, port = _bootstrap_address(context, role_service)
+    host, port = _bootstrap_address(context, role_service) if role == "prefill" else (None, None)
     return ModelCard(
         name=info.model_name,
         other_names=settings.served_names[1:],

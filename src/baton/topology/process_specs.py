@@ -40,18 +40,23 @@ def _worker_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
 
 
 def _pool_specs(settings: Settings, cores: int) -> list[ProcessSpec]:
-    """Return the router, and the workers of every pool that the topology file starts workers for."""
+    """Return the router, the workers of every pool that the topology file starts workers for, and encode workers.
+
+    Encode workers are in the namespace of the frontend, which calls them before the router.
+    """
     groups = _worker_groups(settings)
-    threads = _torch_threads(settings, cores, sum(group.count for group in groups))
-    specs = [ProcessSpec("router", {}, "router run")]
+    threads = _torch_threads(settings, cores, sum(group.count for group in groups) + settings.encode)
+    specs = [ProcessSpec("router", _encoder_variables(settings, "router"), "router run")]
     for group in groups:
         source = f"the workers of {group.role} pool {group.pool} in {settings.topology}"
         pooled = override(settings, {**group.settings, "namespace": group.namespace, "role": group.role}, source)
         variables = {**to_environment(pooled), **({} if pooled.torch.threads else threads)}
+        variables |= _encoder_variables(settings, group.role)
         # A prefill and a decode pool may have the same name.
         prefix = group.pool if group.role == "aggregated" else f"{group.role}-{group.pool}"
         specs += [ProcessSpec(f"{prefix}-{number}", variables) for number in range(group.count)]
-    return specs
+    encoding = {**_role_variables("encode", settings), **threads}
+    return specs + [ProcessSpec(f"encode-{number}", encoding) for number in range(settings.encode)]
 
 
 def _worker_groups(settings: Settings) -> tuple[WorkerGroup, ...]:
@@ -72,10 +77,11 @@ def _worker_groups(settings: Settings) -> tuple[WorkerGroup, ...]:
 
 def describe_workers(settings: Settings) -> str:
     """Return a summary for the terminal: "2 workers", "1 prefill and 2 decode workers"."""
+    encoders = f" and {_count(settings.encode, 'encode worker')}" if settings.encode else ""
     if settings.topology:
         groups = _worker_groups(settings)
-        return f"{_count(sum(group.count for group in groups), 'worker')} in {len(groups)} pools behind a router"
-    encoders = f" and {_count(settings.encode, 'encode worker')}" if settings.encode else ""
+        pooled = f"{_count(sum(group.count for group in groups), 'worker')} in {len(groups)} pools behind a router"
+        return pooled + encoders
     if settings.prefill:
         return f"{settings.prefill} prefill and {settings.decode} decode workers{encoders}"
     return _count(settings.workers, "worker") + encoders
@@ -121,9 +127,12 @@ def _generating(settings: Settings) -> list[tuple[str, int]]:
 
 def _role_variables(role: str, settings: Settings) -> dict[str, str]:
     variables = {} if role == "worker" else {"BATON_ROLE": role}
-    if settings.encode:
-        variables["BATON_MEDIA_ENCODERS"] = str(role != "encode").lower()
-    return variables
+    return {**variables, **_encoder_variables(settings, role)}
+
+
+def _encoder_variables(settings: Settings, role: str) -> dict[str, str]:
+    """Return whether a process takes media from encode workers, if there are any."""
+    return {"BATON_MEDIA_ENCODERS": str(role != "encode").lower()} if settings.encode else {}
 
 
 def _system_port(settings: Settings, number: int) -> dict[str, str]:
