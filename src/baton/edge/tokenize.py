@@ -18,7 +18,7 @@ from baton.edge.fields.wording import field_error
 from baton.edge.messages import Answer, Request
 from baton.edge.routes import Frontend, Json
 from baton.edge.served_models import ServedModels
-from baton.edge.template_messages import template_messages
+from baton.models.template_messages import template_messages
 from baton.models.tokenizer import HubTokenizer
 from baton.ports.runtime import ModelCard
 

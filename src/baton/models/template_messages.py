@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.edge.routes import Json
+Json = dict[str, object]
 
 
 def template_messages(messages: Sequence[Json]) -> list[Json]:
