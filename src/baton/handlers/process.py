@@ -58,9 +58,10 @@ class ProcessHandler:
                     for text in answer.push(chunk, tracked):
                         yield text
                     tracked.completion_tokens = answer.tokens
-                    if answer.complete:
-                        return
-            raise PeerLost("the language worker ended the stream without a finish reason")
+                    if answer.complete and not answer.is_generated:
+                        return  # and the language worker stops
+            if not answer.complete:
+                raise PeerLost("the language worker ended the stream without a finish reason")
 
     async def _call(
         self, request: GenerateRequest, tracked: TrackedRequest, context: Context

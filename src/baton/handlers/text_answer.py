@@ -31,6 +31,7 @@ class TextAnswer:
         )
         self._choices = [_Choice(request, tokenizer, texts) for _ in range(request.n or 1)]
         self._open = len(self._choices)
+        self._generating = len(self._choices)
         self.tokens = 0
 
     @property
@@ -38,9 +39,16 @@ class TextAnswer:
         """Whether every choice has ended."""
         return not self._open
 
+    @property
+    def is_generated(self) -> bool:
+        """Whether the worker has ended every choice: a stop string ends one before the worker does."""
+        return not self._generating
+
     def push(self, chunk: Chunk, tracked: TrackedRequest) -> list[TextChunk]:
         """Return the text chunks to send after `chunk`."""
         choice = self._choices[chunk.index]
+        if chunk.finish_reason is not None:
+            self._generating -= 1
         if choice.ended:
             return []
         self.tokens += choice.take(chunk.token_ids, chunk.logprobs)
@@ -98,9 +106,15 @@ class _Choice:
     def next(self, flush: bool) -> tuple[bool, str, tuple[TextLogprob, ...] | None]:
         """Return whether it is the first chunk of the choice, its text and its log-probabilities."""
         first, self._begun = not self._begun, True
-        text, self._text = self._text + (self._stops.flush() if flush else ""), ""
+        text, self._text = self._text + (self._rest() if flush else ""), ""
         logprobs, self._logprobs = tuple(self._logprobs), []
         return first, text, logprobs or None
+
+    def _rest(self) -> str:
+        """Return what is left at the end: a character that is not complete, and text that began like a stop string."""
+        if self._stops.stopped:
+            return ""
+        return self._stops.push(self._decoder.flush()) + self._stops.flush()
 
 
 def _logprob(texts: TokenTexts, token: int, logprobs: Logprobs, number: int, offset: int) -> TextLogprob:

@@ -389,6 +389,14 @@ def test_characters_of_several_tokens_are_never_split(directory: Path, size: int
     assert all("�" not in choice["delta"]["content"] for chunk in chunks for choice in chunk["choices"])
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(3, "aé"), (4, "aé�"), (5, "aé�"), (6, "aé→")])
+def test_a_character_that_the_limit_cuts_is_shown_as_cut(directory: Path, tokens: int, expected: str) -> None:
+    front = Front(directory)
+    made = front.tokenizer.encode("aé→")[:tokens]
+    front.workers.replies = ({"token_ids": made}, {"token_ids": [], "finish_reason": "length"})
+    assert text_of(front.answer()) == expected
+
+
 def test_a_stop_string_across_chunks_ends_the_answer_and_the_request(directory: Path) -> None:
     front = Front(directory)
     front.workers.replies = tuple(front.spell(piece) for piece in ("one E", "N", "D two", "never"))
