@@ -67,7 +67,7 @@ def discovery(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def front(start_shared: Callable[..., Serve], model: Path, discovery: Path) -> Iterator[Serve]:
     """Two language workers, an encode worker and a process worker."""
     flags = ("--model", str(model), "--runtime-directory", str(discovery), "--encode", "1", "--process", "1")
-    echo = ("--echo-media", "--echo-faults", "--echo-pace-ms", "2", "--canary-interval-s", "1")
+    echo = ("--router", "kv", "--echo-media", "--echo-faults", "--echo-pace-ms", "2", "--canary-interval-s", "1")
     serve = start_shared(Serve, *flags, *echo, workers=2, encoders=1, processors=1)
     eventually(lambda: ask(serve, [picture(1, 1)])[0] == 200 and encoded(serve) > 0, what="images are encoded")
     yield serve
@@ -211,6 +211,18 @@ def test_one_trace_goes_through_all_workers(front: Serve) -> None:
         return any("client=one-trace" in front.log_of(name) for name in names)
 
     eventually(lambda: logged("process-0") and logged("worker-0", "worker-1"), what="both have logged the request")
+
+
+def test_the_router_of_the_settings_selects_the_language_worker(front: Serve) -> None:
+    def cached(prompt: str) -> int:
+        status, answer = front.post(COMPLETIONS, {"model": "echo", "prompt": prompt, "max_tokens": 4})
+        assert status == 200, answer
+        return int(json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    # An odd number, so that in turn each prompt would reach the other worker the second time.
+    prompts = [f"{number} of seven prompts " * 20 for number in range(7)]
+    assert not any([cached(prompt) for prompt in prompts])
+    assert sum(cached(prompt) > 0 for prompt in prompts) >= 6  # the event of the last one may still be on its way
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

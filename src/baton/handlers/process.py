@@ -5,7 +5,7 @@ For models whose chat template the frontend cannot apply. The worker has the tok
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
@@ -34,14 +34,11 @@ class ProcessHandler:
         tracker: RequestTracker,
         tokenizer: Tokenizer,
         texts: TokenTexts,
-        names: Collection[str],
     ) -> None:
-        """Prepare. `names` are those of the model; others that requests name are LoRA adapters."""
         self._model = model
         self._tracker = tracker
         self._tokenizer = tokenizer
         self._texts = texts
-        self._names = frozenset(names)
 
     async def generate(self, request: TextRequest, context: Context) -> AsyncGenerator[TextChunk, None]:
         """Yield the answer in chunks of text. Raises the errors of `errors.py`, those of the language workers too.
@@ -49,11 +46,10 @@ class ProcessHandler:
         Closing the iterator cancels the request at the language workers.
         """
         with self._tracker.track(context, 0, request.model) as tracked:
-            inner = await tracked.scope.wait(asyncio.to_thread(self._prepare, request))
-            tracked.prompt_tokens = len(inner.token_ids)
+            wire, tracked.prompt_tokens = await tracked.scope.wait(asyncio.to_thread(self._prepare, request))
             tracked.lifecycle.advance(State.SUBMITTED)
             answer = TextAnswer(request, context, self._tokenizer, self._texts)
-            async with aclosing(self._call(inner, tracked, context)) as chunks:
+            async with aclosing(self._call(wire, tracked, context)) as chunks:
                 async for chunk in chunks:
                     for text in answer.push(chunk, tracked):
                         yield text
@@ -63,12 +59,10 @@ class ProcessHandler:
             if not answer.complete:
                 raise PeerLost("the language worker ended the stream without a finish reason")
 
-    async def _call(
-        self, request: GenerateRequest, tracked: TrackedRequest, context: Context
-    ) -> AsyncGenerator[Chunk, None]:
+    async def _call(self, request: Wire, tracked: TrackedRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of the language workers, with the prompt's counts in `tracked`."""
         counts = _PromptCounts(tracked)
-        call = self._model.call(encode_request(request), ForwardedContext(context, tracked.scope))
+        call = self._model.call(request, ForwardedContext(context, tracked.scope))
         try:
             async with aclosing(call) as replies:
                 async for reply in replies:
@@ -81,8 +75,8 @@ class ProcessHandler:
                 raise PeerLost(f"the language worker failed: {error.message}") from error
             raise
 
-    def _prepare(self, request: TextRequest) -> GenerateRequest:
-        """Return the request in token format. Raises InvalidRequest."""
+    def _prepare(self, request: TextRequest) -> tuple[Wire, int]:
+        """Return the request in token format, and how many tokens it has. Raises InvalidRequest."""
         for field in request.never_applied():
             raise Unsupported(f"{field}: process workers do not support it")
         try:
@@ -92,19 +86,17 @@ class ProcessHandler:
         chat, extra_args = request.messages or (), request.extra_args
         if media := media_of(chat):
             extra_args = {**extra_args, "messages": without_data(chat)}
-        return GenerateRequest(
+        inner = GenerateRequest(
             token_ids=tuple(tokenize(request, self._tokenizer, request.template_args | request.template_tools)),
             model=request.model,
             stop=request.stop_conditions(),
             sampling=msgspec.structs.replace(request.sampling(), guided_decoding=guided),
             output=request.output_options(),
-            routing=Routing(lora_name=self._adapter_of(request), cache_salt=request.cache_salt),
+            routing=Routing(cache_salt=request.cache_salt),
             media=media or None,
             extra_args=extra_args,
         )
-
-    def _adapter_of(self, request: TextRequest) -> str | None:
-        return None if request.model in self._names else request.model
+        return encode_request(inner), len(inner.token_ids)
 
 
 def _read(reply: Wire) -> Chunk:

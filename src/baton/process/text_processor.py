@@ -206,7 +206,7 @@ class TextProcessor:
 def _handler(
     settings: Settings, model: ModelClient, tokenizer: HubTokenizer, tracker: RequestTracker
 ) -> ProcessHandler:
-    return ProcessHandler(model, tracker, tokenizer, HubTokenTexts(Path(settings.model)), settings.served_names)
+    return ProcessHandler(model, tracker, tokenizer, HubTokenTexts(Path(settings.model)))
 
 
 def _card(settings: Settings, language: ModelCard) -> ModelCard:

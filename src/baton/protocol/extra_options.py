@@ -88,7 +88,7 @@ def collect_extra_options(request: Wire) -> Wire:
 
 def _without_nulls(value: object) -> object:
     """Return `value` without the keys that are null; objects that clients define are not changed."""
-    if isinstance(value, list | tuple) and any(isinstance(each, dict) for each in value):
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
         return [_without_nulls(each) for each in value]
     if not isinstance(value, dict):
         return value

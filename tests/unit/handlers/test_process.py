@@ -96,7 +96,7 @@ class Front:
         self.context = MemoryContext("me", {"traceparent": "00-aa-bb-01"})
         self.fatal: list[BatonError] = []
         tracker = RequestTracker(Gate(4), RequestLimits(), self.observer, "process", self.fatal.append)
-        self.handler = ProcessHandler(self.workers, tracker, self.tokenizer, HubTokenTexts(directory), ("m",))
+        self.handler = ProcessHandler(self.workers, tracker, self.tokenizer, HubTokenTexts(directory))
 
     async def chunks(self, **body: Any) -> list[dict[str, Any]]:
         request = decode_text({"model": "m", **body})
@@ -326,15 +326,6 @@ def test_every_option_reaches_the_language_worker(directory: Path) -> None:
     assert sent.sampling.guided_decoding.json == {"type": "array"}
     assert sent.output.logprobs == 3
     assert sent.cache_salt == "tenant"
-    assert sent.routing is not None
-    assert sent.routing.lora_name is None
-
-
-def test_another_name_is_an_adapter(directory: Path) -> None:
-    front = Front(directory, END)
-    front.answer(model="other")
-    assert front.sent.routing is not None
-    assert front.sent.routing.lora_name == "other"
 
 
 @pytest.mark.parametrize(
