@@ -21,7 +21,7 @@ from baton.health.canary import Canary
 from baton.metrics.exposition import TimedScrape, join
 from baton.metrics.worker import WorkerMetrics
 from baton.models.tokenizer import HubTokenizer, HubTokenTexts
-from baton.ports.runtime import Endpoint, ModelCard, ModelClient, Service
+from baton.ports.runtime import Endpoint, ModelCard, ModelClient, Runtime, Service
 from baton.process.registration_watch import RegistrationWatch
 from baton.process.roles import path_of
 from baton.process.service_process import DISCOVERY_TIMEOUT_S, ServiceProcess, bounded, run_service
@@ -50,7 +50,9 @@ def run_text_processor(settings: Settings) -> int:
             reader_stall_timeout_s=settings.reader_stall_timeout_s,
             subscribes=True,
         )
-        return TextProcessor(settings, runtime)
+        return TextProcessor(
+            settings, runtime, DynamoModelClient(runtime, settings, settings.language_worker_namespace)
+        )
 
     return uvloop.run(run_service(settings, build))
 
@@ -58,12 +60,12 @@ def run_text_processor(settings: Settings) -> int:
 class TextProcessor:
     """One process worker, from start to stop. The system server may call it at any time."""
 
-    def __init__(self, settings: Settings, runtime: DynamoRuntime) -> None:
+    def __init__(self, settings: Settings, runtime: Runtime, model: ModelClient) -> None:
         if settings.router == "direct":
             raise ConfigError("process workers select the language workers themselves: drop --router direct")
         self._settings = settings
         self._runtime = runtime
-        self._model = DynamoModelClient(runtime, settings, settings.language_worker_namespace)
+        self._model = model
         self._endpoint: Endpoint | None = None
         self._prober: ProcessHandler | None = None
         self._healthy = True

@@ -55,8 +55,12 @@ class Workers:
         self.closed = 0
         self.most_at_once = 0
 
+    async def start(self) -> None: ...
+
     async def ready(self, timeout_s: float) -> ModelCard:
         raise NotImplementedError
+
+    def close(self) -> None: ...
 
     async def call(self, request: Wire, parent: Context) -> AsyncGenerator[Wire, None]:
         self.requests.append(decode_request(request))

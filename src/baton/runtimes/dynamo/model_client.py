@@ -40,7 +40,7 @@ class _Reply(Protocol):
 
 
 class DynamoModelClient:
-    """See `ModelClient`. It ends with its runtime."""
+    """See `ModelClient`."""
 
     def __init__(self, runtime: DynamoRuntime, settings: Settings, namespace: str) -> None:
         """Prepare. The settings of frontends about routers and migrations apply to the workers of `namespace`."""
@@ -55,7 +55,7 @@ class DynamoModelClient:
         self._guard: PortGuard | None = None
 
     async def start(self) -> None:
-        """Begin to look for the workers. The runtime has been started. Raises PeerLost."""
+        """See `ModelClient.start`."""
         os.environ["DYN_LORA_ENABLED"] = str(selects_by_adapter(self._settings)).lower()
         try:
             async with asyncio.timeout(LISTEN_TIMEOUT_S):
@@ -127,7 +127,7 @@ class DynamoModelClient:
                     yield data
 
     def close(self) -> None:
-        """Let go of the port; the runtime has shut down. Idempotent."""
+        """See `ModelClient.close`."""
         if self._guard is not None:
             self._guard.close()
 
