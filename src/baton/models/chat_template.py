@@ -102,13 +102,15 @@ def _read_source(directory: Path) -> object:
     template = directory / "chat_template.jinja"
     configured = _read_settings(directory).get("chat_template")
     try:
-        return configured or (template.read_text() if template.is_file() else None)
+        source = configured or (template.read_text() if template.is_file() else None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the chat template in {directory}: {error}") from error
+    # Models that take images may have it with the settings of their processor only.
+    return source or _read_settings(directory, "chat_template.json").get("chat_template")
 
 
-def _read_settings(directory: Path) -> dict[str, object]:
-    file = directory / "tokenizer_config.json"
+def _read_settings(directory: Path, name: str = "tokenizer_config.json") -> dict[str, object]:
+    file = directory / name
     try:
         settings = json.loads(file.read_text()) if file.is_file() else {}
     except (OSError, ValueError) as error:

@@ -21,6 +21,14 @@ TAKES_BOTH = (
 )
 
 
+LOOKS_AT_THE_FIRST_PART = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}|{% endfor %}"
+)
+
+
 def text(words: str) -> dict[str, object]:
     return {"type": "text", "text": words}
 
@@ -55,6 +63,15 @@ def test_media_keep_their_places_without_their_data(template: str) -> None:
     parts = [IMAGE, text("a"), VIDEO, text("b"), IMAGE, AUDIO]
     messages: list[dict[str, object]] = [{"role": "system", "content": "see"}, {"role": "user", "content": parts}]
     assert render(template, messages) == "[system]see[user]<image>a<video>b<image><audio>"
+
+
+def test_a_template_that_looks_at_the_first_part_gets_parts_of_every_message() -> None:
+    messages: list[dict[str, object]] = [
+        {"role": "system", "content": "see"},
+        {"role": "user", "content": [IMAGE, text("what?")]},
+        {"role": "assistant", "content": "a cat"},
+    ]
+    assert render(LOOKS_AT_THE_FIRST_PART, messages) == "System: see|User:<image>what?|Assistant: a cat|"
 
 
 @pytest.mark.parametrize("template", [PRINTS, ADDS], ids=["prints", "adds"])
