@@ -25,7 +25,8 @@ LANGUAGE, ENCODES, PROCESSES = (0, 1), 2, 3
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ '%s;' % tool.function.name }}{% endfor %}{{ mood or '' }}"
     "{% for message in messages %}{{ '%s:' % message.role[0] }}{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content or [] %}{{ part.text }}{% endfor %}{% endif %}|{% endfor %}"
+    "{% else %}{% for part in message.content or [] %}"
+    "{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}|{% endfor %}"
 )
 
 
@@ -119,7 +120,7 @@ def test_d22_d24_turns_with_texts_and_parts_mixed_and_several_images(front: Serv
         {"role": "assistant", "content": [text("hi")]},
         {"role": "user", "content": [picture(30, 20), text("and"), picture(7, 9), text("?")]},
     ]
-    answer = front.client().chat.completions.create(model="echo", messages=messages, max_tokens=50)
+    answer = front.client().chat.completions.create(model="echo", messages=messages, max_tokens=120)
     content = answer.choices[0].message.content or ""
     assert "s:be\nshort|u:hello|a:hi|u:" in content
     assert content.index("30x20") < content.index("7x9")
