@@ -18,7 +18,6 @@ from baton.edge.fields.wording import field_error
 from baton.edge.messages import Answer, Request
 from baton.edge.routes import Frontend, Json
 from baton.edge.served_models import ServedModels
-from baton.edge.template_messages import template_messages
 from baton.models.tokenizer import HubTokenizer
 from baton.ports.runtime import ModelCard
 
@@ -129,7 +128,7 @@ def _rendered(tokenizer: HubTokenizer, asked: TokenizeRequest) -> str:
     variables: Json = {**(asked.chat_template_kwargs or {}), "add_generation_prompt": asked.add_generation_prompt}
     if asked.tools:
         variables["tools"] = asked.tools
-    return tokenizer.render_chat(template_messages(asked.messages or []), variables)
+    return tokenizer.render_chat(asked.messages or [], variables)
 
 
 def _decode(body: bytes, kind: type[Kind]) -> Kind:

@@ -180,9 +180,9 @@ def prepare_tokenizer(settings: Settings) -> Settings:
 
     For processes without an engine: none needs to be installed.
     """
-    model = settings.model or "smollm2"
-    directory = resolve_model(model, cache_directory(settings) / "models", weights=False)
-    name = ",".join(settings.served_names) or served_name(model)
+    kind = ENGINES.get(settings.engine, ENGINES["torch"])
+    directory = resolve_model(settings.model or kind.own_model, cache_directory(settings) / "models", weights=False)
+    name = ",".join(settings.served_names) or (served_name(settings.model) if settings.model else kind.own_name)
     return _prepare_chat(msgspec.structs.replace(settings, model=str(directory), name=name))
 
 

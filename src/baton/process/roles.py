@@ -61,7 +61,7 @@ _COMPUTES = ("aggregated", "prefill", "decode")
 
 def path_of(settings: Settings, role: str) -> str:
     """Return the endpoint path of workers of `role`."""
-    return f"{settings.namespace}.{role if role in _NEEDS else 'worker'}.generate"
+    return f"{settings.namespace}.{role if role in _NEEDS or role == 'process' else 'worker'}.generate"
 
 
 def role_of(settings: Settings, capabilities: Capabilities) -> str:
