@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import uuid
 
 import pytest
 
@@ -99,6 +100,19 @@ async def test_head_has_the_length_and_no_body() -> None:
         status, headers, _ = await client.answer(has_body=False)
         assert (status, headers["content-length"]) == (200, "14")
         assert (await client.answer())[2] == b'{"live": true}'
+
+
+@on_uvloop
+async def test_requests_without_an_id_get_uuids_that_differ() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        ids = []
+        for _ in range(600):
+            client.send(get("/live"))
+            ids.append((await client.answer())[1]["x-request-id"])
+        assert len(set(ids)) == 600
+        assert {str(uuid.UUID(each)) for each in ids} == set(ids)
+        assert {uuid.UUID(each).version for each in ids} == {4}
 
 
 @on_uvloop
