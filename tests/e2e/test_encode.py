@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -72,6 +73,19 @@ def test_text_does_not_go_through_the_encode_worker(seeing: Seeing) -> None:
     assert status == 200, answer
     assert "only words" in answer
     assert encoded(seeing) == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_images_in_anthropics_blocks_are_seen(seeing: Seeing, stream: bool) -> None:
+    url = picture(6, 4)
+    inline = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    blocks = [{"type": "image", "source": source} for source in (inline, {"type": "url", "url": url})]
+    content = [{"type": "text", "text": "look"}, *blocks]
+    body = {"model": "echo", "max_tokens": 14, "messages": [{"role": "user", "content": content}], "stream": stream}
+    status, answer = seeing.post("/v1/messages", body)
+    assert status == 200, answer
+    texts = re.findall(r'"text":"([^"]*)"', answer)
+    assert "".join(texts) == "look[6x4][6x4]"
 
 
 def test_what_is_no_image_is_the_clients_fault_and_named(seeing: Seeing) -> None:
