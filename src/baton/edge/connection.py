@@ -275,9 +275,8 @@ class ClientConnection(asyncio.Protocol):
     def _start(self, request: Request) -> None:
         assert self._writer is not None
         route = request.route
-        if request.problem is None and route is not None and route.generates and request.client is not None:
-            request.problem = request.client.admit(self._edge.now())
-            self._admitted = request.client if request.problem is None else None
+        if request.problem is None and route is not None and route.generates:
+            self._admit(request)
         if request.problem is not None or route is None:
             problem = request.problem or Problem(status=404, message="not found")
             style = route.style if route is not None else "openai"
@@ -285,6 +284,12 @@ class ClientConnection(asyncio.Protocol):
             return
         self._exchange = Exchange(self._edge, self._writer, request, route)
         self._exchange.start()
+
+    def _admit(self, request: Request) -> None:
+        """Count the request for its client, or refuse it."""
+        if request.client is not None:
+            request.problem = request.client.admit(self._edge.now())
+            self._admitted = request.client if request.problem is None else None
 
     def _answered(self) -> None:
         """The answer is complete: go on to the next request, or close."""
