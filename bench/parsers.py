@@ -19,8 +19,8 @@ from typing import NamedTuple
 import psutil
 import uvloop
 
-from bench.peers.parser_servers import EVENTS, SERVERS
 from bench.chat import HOST
+from bench.peers.parser_servers import EVENTS, SERVERS
 from bench.systems import free_port, process_trees
 
 CONNECTIONS = 8

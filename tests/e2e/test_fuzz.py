@@ -1,4 +1,4 @@
-"""Whatever is sent, nothing answers with a 5xx and the worker does not notice; what is valid is answered by the schema."""
+"""Whatever is sent, nothing answers with a 5xx and the worker does not notice; what is valid is answered."""
 
 import json
 from collections.abc import Callable

@@ -27,7 +27,7 @@ os.execv(sys.executable, [sys.executable, *arguments])
 
 @contextmanager
 def children_bound_to_this_thread(directory: Path) -> Iterator[None]:
-    """Have `multiprocessing` start its processes so, on Linux. `directory` keeps two files for as long as they start."""
+    """Have `multiprocessing` start its processes so, on Linux. `directory` holds two files meanwhile."""
     if sys.platform != "linux":
         yield
         return

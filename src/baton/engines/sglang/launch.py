@@ -1,7 +1,7 @@
 """Starting SGLang off the event loop, and ending all of it.
 
-SGLang's processes are killed by the kernel when their parent dies, and to the kernel the parent is the *thread* that made
-them. So one thread starts the engine, waits as long as it is needed, and takes it down.
+SGLang's processes are killed by the kernel when their parent dies, and to the kernel the parent is the *thread* that
+made them. So one thread starts the engine, waits as long as it is needed, and takes it down.
 
 event loop                          launch thread
 start ───────────────────────────►  launch()        the engine, or its error, comes back
