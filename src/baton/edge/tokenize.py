@@ -96,7 +96,14 @@ class TokenizeRoutes:
         """Answer `/detokenize`."""
         asked = _decode(request.body, DetokenizeRequest)
         card = self._models.card(asked.model)
-        return _answer(await self._run(card, lambda tokenizer: DetokenizeAnswer(prompt=tokenizer.decode(asked.tokens))))
+
+        def work(tokenizer: HubTokenizer) -> DetokenizeAnswer:
+            if (unknown := tokenizer.unknown(asked.tokens)) is not None:
+                message = f"Token {asked.tokens[unknown]} is not in the vocabulary of the model {card.name!r}."
+                raise FieldError(f"tokens[{unknown}]", message, code="invalid_value")
+            return DetokenizeAnswer(prompt=tokenizer.decode(asked.tokens))
+
+        return _answer(await self._run(card, work))
 
     async def count_tokens(self, request: Request, frontend: Frontend) -> Answer:
         """Answer `/v1/messages/count_tokens`."""

@@ -42,6 +42,11 @@ class HubTokenizer:
         """Return the entries of the vocabulary for these tokens, None for a token that it does not have."""
         return [self._tokenizer.id_to_token(token) for token in token_ids]
 
+    def unknown(self, token_ids: Sequence[int]) -> int | None:
+        """Return the index of the first token that the vocabulary does not have, None if it has all."""
+        size = self._tokenizer.get_vocab_size()
+        return next((index for index, token in enumerate(token_ids) if token >= size), None)
+
     def decoder(self) -> "HubDecoder":
         """See `Tokenizer.decoder`."""
         return HubDecoder(self._tokenizer)
