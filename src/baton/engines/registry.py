@@ -67,8 +67,12 @@ def _sglang(settings: Settings) -> Engine:
     model, name = Path(settings.model), settings.first_name
     if embeds(settings):
         return SglangEmbedder(options, args, model, name)
+    if settings.role == "encode":
+        from baton.engines.sglang.encoder import SglangEncoder
+
+        return SglangEncoder(options, args, model, name)
     mode = LaunchMode(settings.role) if settings.role in ("prefill", "decode") else LaunchMode()
-    return SglangEngine(options, args, model, name, mode, settings.experts)
+    return SglangEngine(options, args, model, name, mode, settings.experts, settings.media.encoders)
 
 
 def _with_context_length(settings: Settings, flag: str) -> tuple[str, ...]:

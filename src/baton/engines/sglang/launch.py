@@ -103,7 +103,7 @@ class Launch:
             return manager, templates
 
         engine.init_tokenizer_manager_func = make_manager
-        with _restored_settings(server_args.log_level), children_bound_to_this_thread(self.directory):
+        with restored_settings(server_args.log_level), children_bound_to_this_thread(self.directory):
             try:
                 SglangEngine.__init__(engine, server_args=server_args)
             except BaseException:
@@ -196,7 +196,7 @@ def _remove_files(ports: object) -> None:
 
 
 @contextmanager
-def _restored_settings(log_level: str) -> Iterator[None]:
+def restored_settings(log_level: str) -> Iterator[None]:
     """Restore the settings of this process that SGLang replaces while it starts."""
     root = logging.getLogger()
     handlers, level, method = root.handlers[:], root.level, multiprocessing.get_start_method(allow_none=True)
