@@ -8,6 +8,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -146,6 +147,19 @@ def test_usage_counts_the_rows_of_images(layout: tuple[str, Serve]) -> None:
     _, answer = ask(system, "look ", image, max_tokens=4)
     rows = -(-len(said_of(image)[1:-1]) // 4)
     assert answer["usage"]["prompt_tokens"] == len("look ") + len("[]") + rows, answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_images_in_anthropics_blocks_are_seen(layout: tuple[str, Serve], stream: bool) -> None:
+    _, system = layout
+    image = picture(6, 4)
+    inline = {"type": "base64", "media_type": "image/png", "data": url_of(image).partition(",")[2]}
+    blocks = [{"type": "image", "source": source} for source in (inline, {"type": "url", "url": url_of(image)})]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "look"}, *blocks]}]
+    body = {"model": "echo", "max_tokens": 60, "messages": messages, "stream": stream}
+    status, answer = system.post("/v1/messages", body)
+    assert status == 200, answer
+    assert "".join(re.findall(r'"text":"([^"]*)"', answer)) == said_to("look", image, image)
 
 
 def test_what_is_no_image_is_the_clients_fault(layout: tuple[str, Serve]) -> None:

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,9 @@ from baton.models.directory import read_config, resolve_model, served_name
 from baton.models.families import REASONING, TOOL_CALLS, find_parser
 from baton.models.sentence import is_sentence_model
 from baton.ports.engine import Engine
+
+if TYPE_CHECKING:
+    from baton.engines.torch.engine import TorchEngine
 
 
 def _echo(settings: Settings) -> Engine:
@@ -36,10 +39,24 @@ def _torch(settings: Settings) -> Engine:
         if settings.context_length:
             raise ConfigError("the files of an embedding model set its context length: drop --context-length")
         return TorchEmbedder(settings.torch, directory, name)
-    from baton.engines.torch.engine import TorchEngine
+    if settings.role == "encode":
+        from baton.engines.torch.vision_engine import TorchVisionEngine
 
+        return TorchVisionEngine(settings.torch, directory, name)
     options = msgspec.structs.replace(settings.torch, context=settings.context_length)
-    return TorchEngine(options, directory, name, exports_kv=settings.role == "prefill")
+    return _torch_generate(settings)(options, directory, name, exports_kv=settings.role == "prefill")
+
+
+def _torch_generate(settings: Settings) -> "type[TorchEngine]":
+    """Return the engine class: with the vision tower of a model that has one, unless others encode for this worker."""
+    from baton.engines.torch.engine import TorchEngine
+    from baton.engines.torch.models.vision_language import has_media
+
+    if settings.role == "decode" or settings.media.local_encoding == "never" or not has_media(Path(settings.model)):
+        return TorchEngine
+    from baton.engines.torch.vision_language_engine import TorchVisionLanguageEngine
+
+    return TorchVisionLanguageEngine
 
 
 def _sglang(settings: Settings) -> Engine:
@@ -50,8 +67,12 @@ def _sglang(settings: Settings) -> Engine:
     model, name = Path(settings.model), settings.first_name
     if embeds(settings):
         return SglangEmbedder(options, args, model, name)
+    if settings.role == "encode":
+        from baton.engines.sglang.encoder import SglangEncoder
+
+        return SglangEncoder(options, args, model, name)
     mode = LaunchMode(settings.role) if settings.role in ("prefill", "decode") else LaunchMode()
-    return SglangEngine(options, args, model, name, mode, settings.experts)
+    return SglangEngine(options, args, model, name, mode, settings.experts, settings.media.encoders)
 
 
 def _with_context_length(settings: Settings, flag: str) -> tuple[str, ...]:
@@ -163,9 +184,9 @@ def prepare_tokenizer(settings: Settings) -> Settings:
 
     For processes without an engine: none needs to be installed.
     """
-    model = settings.model or "smollm2"
-    directory = resolve_model(model, cache_directory(settings) / "models", weights=False)
-    name = ",".join(settings.served_names) or served_name(model)
+    kind = ENGINES.get(settings.engine, ENGINES["torch"])
+    directory = resolve_model(settings.model or kind.own_model, cache_directory(settings) / "models", weights=False)
+    name = ",".join(settings.served_names) or (served_name(settings.model) if settings.model else kind.own_name)
     return _prepare_chat(msgspec.structs.replace(settings, model=str(directory), name=name))
 
 

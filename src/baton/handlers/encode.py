@@ -12,16 +12,16 @@ The frontend reads the answer to its end before it continues, so the encoded med
 when they have been read, when the worker that claimed them is lost, and when no worker claims them in time.
 """
 
-import logging
 import time
 from collections.abc import AsyncGenerator
 
-from baton.errors import InvalidRequest
+from baton.errors import EngineFailed, InvalidRequest
 from baton.handlers.admission import admit_encode
-from baton.handlers.leases import LeaseReaper, fail_lease
-from baton.handlers.media import LoadedMedia, named_media
+from baton.handlers.leases import LeaseReaper, fail_lease, mark_unread
+from baton.handlers.media import LoadedMedia, media_files, named_media
 from baton.handlers.media_encoder import MediaEncoder
 from baton.handlers.media_rows import describe, offered_blocks, wait_for_rows
+from baton.handlers.placed_prompt import plain_prompt
 from baton.handlers.relay import abort
 from baton.handlers.tickets import new_ticket, params_of, rows_params
 from baton.media.embedding_store import Hold
@@ -35,8 +35,6 @@ from baton.protocol.media import MediaFile
 from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import RequestTracker, TrackedRequest
-
-log = logging.getLogger(__name__)
 
 
 class EncodeHandler:
@@ -61,7 +59,6 @@ class EncodeHandler:
         self._encoder = encoder
         self._claim_timeout_s = claim_timeout_s
         self._reaper = LeaseReaper(engine, tracker.limits)
-        self._probe_refused = False
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield one chunk, whose `encoder_result` is for the worker that computes the prompt.
@@ -73,8 +70,8 @@ class EncodeHandler:
             named = named_media(request)
             work = EncodeWork(
                 request_id=tracked.request_id,
-                token_ids=request.token_ids,
-                media=await tracked.scope.wait(self._loader.load(named)),
+                token_ids=plain_prompt(request, self._info.media),
+                media=media_files(await tracked.scope.wait(self._loader.load(named))),
                 trace_headers=context.trace_headers,
             )
             lease: Lease | None = None
@@ -98,23 +95,23 @@ class EncodeHandler:
                 if lease is not None:
                     self._reaper.watch(work.request_id, lease, media)
                 else:
+                    mark_unread(self._engine, work.request_id)
                     await media.close()
                     await abort(self._engine, work.request_id, self._tracker.limits.abort_timeout_s)
 
     async def probe(self, prompt: tuple[int, ...], image: MediaFile, context: Context) -> None:
         """Let the engine encode `image`, and free it. Raises the errors of the engine.
 
-        A refused prompt counts as an answer: not every model defines how a prompt with an image is written.
+        The image is a good one and `prompt` has a place for it, so an engine that refuses them has failed.
         """
         with self._tracker.track(context, len(prompt)) as tracked:
             work = EncodeWork(request_id=tracked.request_id, token_ids=prompt, media=(image,))
             try:
                 await tracked.scope.wait(self._engine.encode(work))
             except InvalidRequest as refusal:
-                level = logging.DEBUG if self._probe_refused else logging.WARNING
-                log.log(level, "%s the engine refused to encode the probe: %s", tracked.request_id, refusal.message)
-                self._probe_refused = True
+                raise EngineFailed(f"the engine refuses to encode the probe: {refusal.message}") from refusal
             finally:
+                mark_unread(self._engine, tracked.request_id)
                 await abort(self._engine, tracked.request_id, self._tracker.limits.abort_timeout_s)
 
     def _offer_rows(

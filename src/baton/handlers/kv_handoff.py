@@ -170,7 +170,7 @@ class ConsumeByImport:
                     self._settled = True
                     self._claim.give_up()  # the engine had all of it in its prefix cache
                 case PromptCached() if self._claim.cached_tokens is not None:
-                    output = PromptCached(self._claim.cached_tokens)
+                    output = PromptCached(self._claim.cached_tokens, output.prompt_tokens)
                 case Finished() if self._claim.cached_tokens is not None:
                     output = msgspec.structs.replace(output, cached_tokens=self._claim.cached_tokens)
             others.append(output)

@@ -18,20 +18,28 @@ import msgspec
 from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
 from baton.handlers.media_encoder import MediaEncoder
 from baton.handlers.media_rows import RowsInput, wait_for_rows
-from baton.handlers.placed_prompt import embeddings, expanded, find, has_placeholders, place
-from baton.handlers.placeholders import as_plain_text
+from baton.handlers.placed_prompt import embeddings, expanded, has_placeholders, place, plain_prompt
+from baton.handlers.routing_hashes import with_routing_hashes
 from baton.handlers.tickets import EncoderResult, read_encoder_result
 from baton.media.embedding_store import Hold
 from baton.ports.engine import Capabilities, EngineInfo, Work
 from baton.ports.media import MediaLoader
 from baton.ports.transfer import Claim, Consumer
-from baton.protocol.media import Media, MediaFile, MediaHandles, MediaUrl, PlacedItem
+from baton.protocol.media import (
+    EmbeddingFile,
+    LoadedMediaItem,
+    Media,
+    MediaFile,
+    MediaHandles,
+    MediaUrl,
+    PlacedItem,
+)
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import TrackedRequest
 
 log = logging.getLogger(__name__)
 
-URL_SCHEMES = ("http://", "https://", "data:")
+URL_SCHEMES = ("http://", "https://", "data:", "file:")
 
 
 class LoadedMedia:
@@ -162,7 +170,8 @@ class MediaInput:
         if self._media is None or not placed:
             return LoadedMedia()
         token_ids, positions = expanded(request.token_ids, placed, self._media)
-        return LoadedMedia(embeddings(placed, positions, [None] * len(placed), self._media), token_ids, placed)
+        media = embeddings(placed, positions, [None] * len(placed), self._media)
+        return LoadedMedia(with_routing_hashes(media, request.image_routing_hashes), token_ids, placed)
 
     async def close(self) -> None:
         """Close the loader. Idempotent."""
@@ -190,16 +199,16 @@ class MediaInput:
     async def _files(self, request: GenerateRequest, tracked: TrackedRequest) -> tuple[MediaFile, ...]:
         if self._loader is None:
             raise Unsupported("multi_modal_data: this worker does not fetch media")
-        return await tracked.scope.wait(self._loader.load(named_media(request)))
+        return media_files(await tracked.scope.wait(self._loader.load(named_media(request))))
 
     def _as_files(self, request: GenerateRequest, files: tuple[MediaFile, ...]) -> LoadedMedia:
         """Return files for an engine that places them itself; placeholders that a client has typed become text."""
-        if self._media is None or not has_placeholders(request.token_ids, self._media):
-            return LoadedMedia(files)
-        keep: list[int] = []
-        for modality in dict.fromkeys(file.modality for file in files):
-            keep += find(request, modality, sum(file.modality == modality for file in files), self._media)
-        return LoadedMedia(files, as_plain_text(request.token_ids, self._media.placeholders, keep)[0])
+        return LoadedMedia(files, self._plain_prompt(request))
+
+    def _plain_prompt(self, request: GenerateRequest) -> tuple[int, ...] | None:
+        """Return the prompt without typed placeholders; None if it has none."""
+        plain = plain_prompt(request, self._media)
+        return None if plain == request.token_ids else plain
 
     def _placed(self, request: GenerateRequest, hold: Hold) -> LoadedMedia:
         assert self._media is not None  # there would be no rows
@@ -210,16 +219,23 @@ class MediaInput:
             hold.release()
             raise
         rows = [hold.rows(slot) for slot in hold.slots]
-        return LoadedMedia(embeddings(placed, positions, rows, self._media), token_ids, placed, hold)
+        media = embeddings(placed, positions, rows, self._media)
+        return LoadedMedia(with_routing_hashes(media, request.image_routing_hashes), token_ids, placed, hold)
 
     async def _encoded(self, request: GenerateRequest, result: EncoderResult, tracked: TrackedRequest) -> LoadedMedia:
         if self._rows is not None:
             return self._placed(request, await wait_for_rows(tracked.scope, self._rows.fetch(result)))
         if self._handles is None or not self._can.media_handles:
             raise Unsupported("encoder_result: this engine does not read media from encode workers")
-        return await self._claim_handles(self._handles, result, tracked)
+        return await self._claim_handles(self._handles, result, self._plain_prompt(request), tracked)
 
-    async def _claim_handles(self, consumer: Consumer, result: EncoderResult, tracked: TrackedRequest) -> LoadedMedia:
+    async def _claim_handles(
+        self,
+        consumer: Consumer,
+        result: EncoderResult,
+        token_ids: tuple[int, ...] | None,
+        tracked: TrackedRequest,
+    ) -> LoadedMedia:
         def lost(error: BatonError) -> None:
             tracked.scope.fire(
                 PeerLost(f"the media that an encode worker held for this request are lost: {error.message}")
@@ -232,7 +248,7 @@ class MediaInput:
         except BaseException:
             await claim.close()
             raise
-        return LoadedMedia((MediaHandles(params=result.params),), claim=claim)
+        return LoadedMedia((MediaHandles(params=result.params),), token_ids, claim=claim)
 
 
 def names_media(request: GenerateRequest) -> bool:
@@ -252,3 +268,13 @@ def named_media(request: GenerateRequest) -> tuple[MediaUrl, ...]:
                 raise InvalidRequest(f"{place}: only {', '.join(URL_SCHEMES)} URLs are supported")
             named.append(MediaUrl(modality=kind.removesuffix("_url"), url=item.url, place=place))
     return tuple(named)
+
+
+def media_files(loaded: tuple[LoadedMediaItem, ...]) -> tuple[MediaFile, ...]:
+    """Return `loaded` for an engine that takes media files only. Raises Unsupported for embedding files."""
+    files: list[MediaFile] = []
+    for item in loaded:
+        if isinstance(item, EmbeddingFile):
+            raise Unsupported(f"{item.place}: this engine does not take embedding files")
+        files.append(item)
+    return tuple(files)

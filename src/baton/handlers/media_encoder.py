@@ -134,7 +134,7 @@ def _wanted(content_hash: str, rows: EncodedRows | None) -> Wanted:
 
 async def _hashes(model: str, files: Sequence[MediaFile]) -> list[str]:
     def hash_all() -> list[str]:
-        return [rows_hash(model, file.data) for file in files]
+        return [rows_hash(model, file.data, file.modality) for file in files]
 
     if sum(len(file.data) for file in files) <= INLINE_HASH_BYTES:
         return hash_all()

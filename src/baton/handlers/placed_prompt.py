@@ -45,6 +45,22 @@ def expanded(
     return expand(tokens, [msgspec.structs.replace(each, index=moved[each.index]) for each in placed])
 
 
+def plain_prompt(request: GenerateRequest, media: MediaInfo | None) -> tuple[int, ...]:
+    """Return the prompt for an engine that places media itself: placeholders that a client has typed are text.
+
+    It has one placeholder for each item that the request names. It is returned as it is if `media` is None: the
+    placeholders of the model are unknown. Raises InvalidRequest.
+    """
+    if media is None or not has_placeholders(request.token_ids, media):
+        return request.token_ids
+    counts = {kind.removesuffix("_url"): len(items) for kind, items in (request.media or {}).items()}
+    keep: list[int] = []
+    for modality, placeholder in media.placeholders.items():
+        if placeholder.token in request.token_ids:
+            keep += find(request, modality, counts.get(modality, 0), media)
+    return as_plain_text(request.token_ids, media.placeholders, keep)[0]
+
+
 def has_placeholders(token_ids: Sequence[int], media: MediaInfo | None) -> bool:
     """Whether the prompt has any placeholder, typed ones included."""
     return media is not None and any(each.token in token_ids for each in media.placeholders.values())

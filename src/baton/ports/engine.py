@@ -314,3 +314,11 @@ class EncodeEngine(AbortableEngine, Protocol):
         Cancelling the call withdraws the work: nothing is held then. Raises InvalidRequest for media that cannot be
         read or do not fit the prompt, and EngineDead.
         """
+
+
+@runtime_checkable
+class HandleEngine(EncodeEngine, Protocol):
+    """An engine that encodes media to handles, whose memory is free only after it has been read once."""
+
+    def mark_unread(self, request_id: RequestId) -> None:
+        """No worker has read the handles of this request, and none will: `abort` reads them. Ignores an unknown id."""

@@ -72,6 +72,10 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
 class Lease(Protocol):
     """The KV of one request, held for the consumer that has its ticket. Event-loop thread only."""
 
+    @property
+    def claimed(self) -> bool:
+        """Whether a consumer has claimed it, also one that is gone again. Until then nobody has read anything."""
+
     def placed(self, media: Sequence[PlacedItem]) -> None:
         """Send the consumer the encoded media of the prompt, once. Required if the request names media."""
 

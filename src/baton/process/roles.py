@@ -61,7 +61,7 @@ _COMPUTES = ("aggregated", "prefill", "decode")
 
 def path_of(settings: Settings, role: str) -> str:
     """Return the endpoint path of workers of `role`."""
-    return f"{settings.namespace}.{role if role in _NEEDS else 'worker'}.generate"
+    return f"{settings.namespace}.{role if role in _NEEDS or role == 'process' else 'worker'}.generate"
 
 
 def role_of(settings: Settings, capabilities: Capabilities) -> str:
@@ -239,7 +239,7 @@ async def _encode(context: RoleContext) -> RoleService:
     prompt, image = _image_prompt(context), probe_image()
     return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
-        lambda: prober.probe(prompt, image, ProbeContext()),
+        _no_probe if prompt is None else lambda: prober.probe(prompt, image, ProbeContext()),
         producer=producer,
         media=media,
     )
@@ -253,16 +253,25 @@ def _texts(context: RoleContext) -> HubTokenTexts:
     return HubTokenTexts(Path(context.info.model_dir))
 
 
-def _image_prompt(context: RoleContext) -> tuple[int, ...]:
-    """Return a prompt with a place for one image, if the model's chat template can render one; else a single token."""
+async def _no_probe() -> None:
+    """The probe of a worker that cannot be probed. The health checks of its engine are all there is."""
+
+
+def _image_prompt(context: RoleContext) -> tuple[int, ...] | None:
+    """Return a prompt with a place for one image; None if the model's chat template cannot render one."""
     image_first = [{"type": "image"}, {"type": "text", "text": "."}]
     try:
         tokenizer = _tokenizer(context)
         tokens = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": image_first}]))
     except (ConfigError, InvalidRequest) as error:
-        log.warning("no prompt with an image for the probe, which sends one token instead: %s", error.message)
-        tokens = []
-    return tuple(tokens) or ONE_TOKEN.token_ids
+        log.warning("this worker is not probed: there is no prompt with an image: %s", error.message)
+        return None
+    if context.info.media is not None:
+        placeholder = context.info.media.placeholders.get("image")
+        if placeholder is None or tokens.count(placeholder.token) != 1:
+            log.warning("this worker is not probed: the chat template of its model renders no placeholder for an image")
+            return None
+    return tuple(tokens)
 
 
 def _generating(context: RoleContext) -> GenerateEngine:

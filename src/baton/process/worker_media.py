@@ -14,7 +14,7 @@ from baton.handlers.media import MediaInput
 from baton.handlers.media_encoder import MediaEncoder
 from baton.handlers.media_rows import RowsInput
 from baton.media.embedding_store import EmbeddingStore
-from baton.ports.engine import EncodeEngine
+from baton.ports.engine import EncodeEngine, HandleEngine
 from baton.ports.media import MediaLoader
 from baton.process.role_context import RoleContext
 
@@ -93,7 +93,9 @@ def _loader(context: RoleContext) -> MediaLoader:
 
 def _store(context: RoleContext) -> EmbeddingStore | None:
     """Return the store for the rows of this model; None if its engine holds what it encodes."""
-    if context.info.media is None:
+    if context.info.media is None or context.engine.capabilities.media_handles:
+        return None
+    if isinstance(context.engine, HandleEngine):
         return None
     return EmbeddingStore(context.info.media.shape, context.settings.media.cache_bytes)
 

@@ -26,11 +26,53 @@ class MediaUrl(msgspec.Struct, frozen=True, kw_only=True):
     place: str
 
 
-class MediaFile(msgspec.Struct, frozen=True, kw_only=True, tag="file"):
-    """A media file, fetched under the worker's access policy: PNG, MP4, or another format that the engine reads."""
+class DecodeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What decoding a media file may take, whatever its header says.
+
+    An image has at most `max_pixels`. A video has at most `max_frames` frames of at most `max_frame_pixels` each, and
+    lasts at most `max_duration_s`; those of its frames that are taken have at most `max_video_pixels` together, and
+    decoding them takes at most `timeout_s`.
+    """
+
+    max_pixels: int = 50_000_000
+    max_frames: int = 108_000
+    max_frame_pixels: int = 9_000_000
+    max_duration_s: float = 3600.0
+    max_video_pixels: int = 150_000_000
+    timeout_s: float = 20.0
+
+
+class MediaFile(msgspec.Struct, frozen=True, kw_only=True, tag="file", weakref=True):
+    """A media file, fetched under the worker's access policy: PNG, MP4, or another format that the engine reads.
+
+    `size` is the width and height in pixels that the header of an image or video names: of an image as it is shown, of
+    a video before it is rotated. It is None where it has not been read. Whoever decodes the file keeps `limits`. Its
+    bytes count against the limits of the loader as long as the file exists.
+    """
 
     modality: str
     data: bytes
+    place: str = "media"
+    size: tuple[int, int] | None = None
+    limits: DecodeLimits = DecodeLimits()
+
+
+class EmbeddingFile(msgspec.Struct, frozen=True, kw_only=True, tag="embedding_file", weakref=True):
+    """Rows that the client has computed for one piece of media, from a safetensors file that has been checked.
+
+    `data` has `rows` rows of `size` finite numbers of type `dtype` (float32, float16 or bfloat16), contiguous. `grid`,
+    `seconds_per_grid` and `timestamps` are as in `EncodedItem`; whether they and the shape fit the model is not checked
+    here.
+    """
+
+    modality: str
+    data: memoryview
+    dtype: str
+    rows: int
+    size: int
+    grid: tuple[tuple[int, int, int], ...] = ()
+    seconds_per_grid: float | None = None
+    timestamps: tuple[float, ...] = ()
     place: str = "media"
 
 
@@ -98,7 +140,8 @@ class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding")
 
     `data` has the rows, contiguous, of `size` numbers of type `dtype` each; it is valid until the work has ended. It is
     None where the KV of the prompt comes from another worker: the rows are in the KV, and the item still decides
-    positions and block hashes.
+    positions and block hashes. `routing_hash` is the number, in hexadecimal, by which the frontend's router knows the
+    media; KV events name it.
     """
 
     item: EncodedItem
@@ -106,6 +149,7 @@ class MediaEmbedding(msgspec.Struct, frozen=True, kw_only=True, tag="embedding")
     dtype: str
     size: int
     data: memoryview | None = None
+    routing_hash: str | None = None
 
     @property
     def modality(self) -> str:
@@ -120,3 +164,4 @@ class MediaHandles(msgspec.Struct, frozen=True, kw_only=True, tag="handles"):
 
 
 Media = MediaFile | MediaEmbedding | MediaHandles
+LoadedMediaItem = MediaFile | EmbeddingFile

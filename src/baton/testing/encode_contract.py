@@ -6,6 +6,7 @@ import json
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 
@@ -13,9 +14,9 @@ from baton.engine_kit.content_hash import rows_hash
 from baton.errors import EngineDead, InvalidRequest
 from baton.media.embedding_store import ITEM_BYTES
 from baton.media.images import probe_image
-from baton.ports.engine import Encoded, EncodeEngine, EncodeWork
+from baton.ports.engine import Encoded, EncodeEngine, EncodeWork, EngineInfo
 from baton.protocol.ids import new_request_id
-from baton.protocol.media import MediaFile
+from baton.protocol.media import EncodedItem, MediaFile
 from baton.testing.bounded import eventually, run_bounded
 from baton.testing.fakes import running
 
@@ -111,6 +112,16 @@ class EncodeContract:
     def _run(self, body: Coroutine[Any, Any, None]) -> None:
         run_bounded(body, self.limit_s)
 
+    def _check_rows(self, encoded: Encoded, info: EngineInfo, images: int) -> None:
+        """The same image has the same rows every time, of the type that the engine said."""
+        assert info.media is not None
+        shape, first = info.media.shape, encoded.items[0]
+        assert first.item.embed_token == info.media.placeholders["image"].token
+        assert (first.item.modality, first.dtype, first.size) == ("image", shape.dtype, shape.size)
+        assert (first.data.contiguous, first.data.nbytes % (first.item.rows * first.size)) == (True, 0)
+        assert msgspec.json.decode(msgspec.json.encode(first.item), type=EncodedItem) == first.item
+        assert [(rows.item, bytes(rows.data)) for rows in encoded.items] == [(first.item, bytes(first.data))] * images
+
     async def _nothing_held(self, engine: EncodeEngine) -> None:
         await eventually(lambda: self.held(engine) in (None, 0), self.limit_s)
 
@@ -193,7 +204,7 @@ class RowsContract(EncodeContract):
                 first, second, third = (await engine.encode(work)).items
                 for file, rows in zip(files, (first, second, third), strict=True):
                     assert (rows.dtype, rows.size) == (shape.dtype, shape.size)
-                    assert rows.item.content_hash == rows_hash(shape.model, file.data)
+                    assert rows.item.content_hash == rows_hash(shape.model, file.data, file.modality)
                     assert rows.item.rows > 0
                     assert rows.data.nbytes == rows.item.rows * shape.size * ITEM_BYTES[shape.dtype]
                 assert first.item == third.item

@@ -207,6 +207,11 @@ class RoomLease:
         self._end: asyncio.Future[None] = loop.create_future()
         self._timer = loop.call_later(claim_timeout_s, self._expire, claim_timeout_s)
 
+    @property
+    def claimed(self) -> bool:
+        """See `Lease.claimed`."""
+        return self._session is not None
+
     def placed(self, media: Sequence[PlacedItem]) -> None:
         """See `Lease.placed`."""
         self._room.media = tuple(media)

@@ -32,6 +32,7 @@ class FakeLease:
 
     def __init__(self) -> None:
         self.offered: list[KvComputed] = []
+        self.claimed = False
         self.media: tuple[PlacedItem, ...] | None = None
         self.failed: BatonError | None = None
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -87,7 +87,7 @@ def test_media_are_fetched_for_an_engine_with_the_modality() -> None:
     [
         (request(multi_modal_data=URLS), Capabilities(), Unsupported, r"multi_modal_data\.image_url: .*text only"),
         (request(multi_modal_data={"video_url": ["https://a"]}), IMAGES, Unsupported, r"multi_modal_data\.video_url"),
-        (request(multi_modal_data={"image_url": ["file:///x"]}), IMAGES, InvalidRequest, "only http"),
+        (request(multi_modal_data={"image_url": ["ftp://h/x"]}), IMAGES, InvalidRequest, "only http"),
         (request(encoder_result=RESULT), IMAGES, Unsupported, "encoder_result: this worker"),
         (request(encoder_result={}), HANDLES, InvalidRequest, "encoder_result.*ticket"),
         (request(encoder_result={"ticket": {"host": "a"}}), HANDLES, InvalidRequest, "encoder_result"),

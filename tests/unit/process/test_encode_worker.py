@@ -219,14 +219,16 @@ class WithoutTokenizer(CountedEcho):
         return msgspec.structs.replace(await super().start(), model_dir="/nonexistent")
 
 
-def test_a_probe_without_an_image_prompt_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_whose_model_has_no_image_prompt_is_not_probed_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def body() -> None:
         engine = WithoutTokenizer()
         async with running_worker(MemoryRuntime(), engine, "encode"):
-            assert engine.probes == 1
+            assert engine.probes == 0
 
     run_bounded(body())
-    [record] = [record for record in caplog.records if "no prompt with an image" in record.message]
+    [record] = [record for record in caplog.records if "is not probed" in record.message]
     assert record.levelname == "WARNING"
     assert "/nonexistent" in record.message
 

@@ -37,7 +37,7 @@ def encode_image(file: MediaFile) -> EncodedRows:
     rows = -(-len(says) // ROW_SIZE)
     item = EncodedItem(
         modality="image",
-        content_hash=rows_hash(SHAPE.model, file.data),
+        content_hash=rows_hash(SHAPE.model, file.data, file.modality),
         expansion=((ord("["), 1), (ROW, rows), (ord("]"), 1)),
         embed_token=ROW,
         rows=rows,

@@ -43,7 +43,8 @@ def test_values_that_openai_takes_and_the_frontend_does_not(path: str) -> None:
     assert changed(path, user="", stop=[]) == {}
     assert changed(path, stop="") == {}
     assert changed(path, stop=["", "x"]) == {"stop": ["x"]}
-    assert 0 < changed(path, top_p=0)["top_p"] < 0.001  # type: ignore[operator]
+    for least in (0, 0.0, 1e-60):
+        assert 1e-30 < changed(path, top_p=least)["top_p"] < 0.001  # type: ignore[operator]
     assert changed(path, n=2, temperature=0) == {"n": 2, "top_k": 1}
     assert changed(path, n=2, temperature=0.5) == {"n": 2, "temperature": 0.5}
 
@@ -157,6 +158,7 @@ WRONG = [
         "response_format.json_schema.name",
         "empty",
     ),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "Unknown parameter"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "above maximum value"),
 ]
 
@@ -190,3 +192,33 @@ def test_embeddings_refuse_unknown_fields_and_empty_inputs() -> None:
     assert refusal(EMBEDDINGS, {**GOOD[EMBEDDINGS], "input_type": "query"}).param == "input_type"
     assert refusal(EMBEDDINGS, {**GOOD[EMBEDDINGS], "input": ""}).param == "input"
     assert refusal(EMBEDDINGS, {**GOOD[EMBEDDINGS], "input": ["x", ""]}).param == "input[1]"
+
+
+def with_image(source: object) -> dict[str, object]:
+    content = [{"type": "text", "text": "Look"}, {"type": "image", "source": source}]
+    return {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+
+
+def test_an_anthropic_image_in_a_data_url_becomes_base64() -> None:
+    inline = with_image({"type": "base64", "media_type": "image/png", "data": "AAAA"})
+    assert prepare("/v1/messages", inline) is inline
+    assert prepare("/v1/messages", with_image({"type": "url", "url": "data:image/png;base64,AAAA"})) == inline
+
+
+def test_an_image_in_the_result_of_a_tool_becomes_base64_too() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {"type": "file"}}]}
+    body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": [result]}]}
+    assert refusal("/v1/messages", body).param == "messages[0].content[0].content[0].source.type"
+
+
+@pytest.mark.parametrize(
+    ("source", "param"),
+    [
+        ({"type": "url", "url": "https://a.example/b.png"}, "source.url"),
+        ({"type": "file", "file_id": "x"}, "source.type"),
+        ({"type": "base64", "data": "AAAA"}, "source.media_type"),
+        (None, "source"),
+    ],
+)
+def test_an_anthropic_image_that_is_not_in_the_request_is_refused_by_name(source: object, param: str) -> None:
+    assert refusal("/v1/messages", with_image(source)).param == f"messages[0].content[1].{param}"
