@@ -14,7 +14,7 @@ import openai
 import pytest
 from PIL import Image
 
-from baton.engines.echo.engine import MODEL_DIR
+from baton.engines.echo.engine import VISION_MODEL_DIR
 from tests.e2e.harness import START_S, Process, Serve, System, assert_unbroken, error_in, eventually, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -51,9 +51,9 @@ class Direct(System):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the echo engine, with a template that the frontend cannot apply."""
+    """The model of the echo engine that has placeholders of images, with a template that the frontend cannot apply."""
     directory = tmp_path_factory.mktemp("models") / "echo"
-    shutil.copytree(MODEL_DIR, directory)
+    shutil.copytree(VISION_MODEL_DIR, directory)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
     return directory
