@@ -46,14 +46,15 @@ Reply = Wire | BatonError
 
 
 class Workers:
-    """A ModelClient whose workers send `replies`; an error is raised in its place."""
+    """A ModelClient whose workers send `replies`, once `at_once` calls have come; an error is raised in its place."""
 
     def __init__(self, *replies: Reply) -> None:
         self.replies = replies
         self.requests: list[GenerateRequest] = []
         self.parents: list[Context] = []
         self.closed = 0
-        self.most_at_once = 0
+        self.at_once = 1
+        self._enough = asyncio.Event()
 
     async def start(self) -> None: ...
 
@@ -65,10 +66,12 @@ class Workers:
     async def call(self, request: Wire, parent: Context) -> AsyncGenerator[Wire, None]:
         self.requests.append(decode_request(request))
         self.parents.append(parent)
+        if len(self.requests) >= self.at_once:
+            self._enough.set()
+        await self._enough.wait()
         try:
             for reply in self.replies:
                 await asyncio.sleep(0)  # calls at the same time take turns
-                self.most_at_once = max(self.most_at_once, len(self.requests) - self.closed)
                 if isinstance(reply, BatonError):
                     raise reply
                 yield reply
@@ -265,12 +268,12 @@ def test_d24_answers_at_the_same_time_do_not_mix(directory: Path) -> None:
     front = Front(directory)
     first, second = front.tokenizer.encode("é")
     front.workers.replies = ({"token_ids": [first]}, {"token_ids": [second], "finish_reason": "eos"})
+    front.workers.at_once = 2
 
     async def both() -> list[list[dict[str, Any]]]:
         return await asyncio.gather(front.chunks(prompt="a"), front.chunks(prompt="b"))
 
     assert [text_of(chunks) for chunks in run_bounded(both())] == ["é", "é"]
-    assert front.workers.most_at_once == 2
 
 
 def test_d24_a_text_is_not_read_letter_by_letter(directory: Path) -> None:
