@@ -112,6 +112,7 @@ def own_answers(bench: Bench, model: Path, encoded: object) -> dict[str, list[in
 def test_an_engine_that_encodes_its_images_answers_as_transformers(
     model: Path, own_answers: dict[str, list[int]]
 ) -> None:
+    # SGLang's tower attends over all frames of a video, that of transformers within each.
     images = {name: parts for name, parts in PROMPTS.items() if "@film" not in parts}
     assert {name: own_answers[name] for name in images} == transformers_answers(model, images, FILES, TOKENS)
     assert len(set(map(tuple, own_answers.values()))) == len(PROMPTS)
