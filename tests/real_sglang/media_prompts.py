@@ -20,11 +20,7 @@ START, END = special_token("qwen", "<|vision_start|>"), special_token("qwen", "<
 
 
 def video_file(frames: int = 16, rate: int = 8, seed: int = 0) -> MediaFile:
-    """Return an MP4 file. Needs PyAV.
-
-    It is not longer in time than it is wide: after longer ones transformers 5 begins the text at other positions than
-    SGLang, which does as the model was trained.
-    """
+    """Return an MP4 file. Needs PyAV."""
     import av
 
     file = io.BytesIO()

@@ -1,6 +1,6 @@
 """One engine in a process of its own, for tests that need a second one: a process can have only one SGLang.
 
-Usage: peer.py MODEL MODE [--from-encoders] [SGLANG ARGUMENT]... It reads commands as JSON, one a line, and answers so.
+Usage: peer.py MODEL MODE [SGLANG ARGUMENT]... It reads commands as JSON, one a line, and answers so.
 """
 
 import asyncio
@@ -20,8 +20,6 @@ from baton.protocol.media import EncodedItem, MediaEmbedding
 from baton.protocol.outputs import TokenDelta
 from baton.protocol.requests import Sampling, StopConditions
 from tests.real_sglang.engines import TestedEngine
-
-FROM_ENCODERS = "--from-encoders"
 
 
 def say(**answer: object) -> None:
@@ -91,10 +89,7 @@ async def generate(engine: TestedEngine, order: dict[str, Any]) -> None:
 
 
 async def main(model: str, mode: Any, *args: str) -> None:
-    from_encoders = FROM_ENCODERS in args
-    engine = TestedEngine(
-        Path(model), mode, *(arg for arg in args if arg != FROM_ENCODERS), from_encoders=from_encoders
-    )
+    engine = TestedEngine(Path(model), mode, *args)
     try:
         info = await engine.start()
         say(host=info.handoff_host, port=info.handoff_port)

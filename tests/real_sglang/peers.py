@@ -64,7 +64,7 @@ class Peer:
     async def stop(self) -> None:
         """Ask it to end, and wait."""
         self.order(do="stop")
-        await asyncio.wait_for(self.process.wait(), 30)
+        await asyncio.wait_for(self.process.wait(), 120)
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
