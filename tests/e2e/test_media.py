@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,7 +44,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 def ask(serve: Serve, *urls: str) -> tuple[int, str]:
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     content = [{"type": "text", "text": "look"}, *images]
-    body = {"model": "echo", "max_tokens": 30, "messages": [{"role": "user", "content": content}]}
+    body = {"model": "echo", "max_tokens": 60, "messages": [{"role": "user", "content": content}]}
     return serve.post("/v1/chat/completions", body)
 
 
@@ -61,7 +62,7 @@ def noise(side: int) -> bytes:
 def test_a_local_file_is_taken(serve: Serve) -> None:
     status, answer = ask(serve, local(serve, "picture.png"), data_url(png(7, 9)))
     assert status == 200, answer
-    assert "look[30x20][7x9]" in answer
+    assert re.search(r"look\[30x20 \w+\]\[7x9 \w+\]", answer), answer
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_a_local_file_is_taken(serve: Serve) -> None:
         (data_url(png(1, 201)), "too narrow"),
         (data_url(b"PK\x03\x04"), "PyTorch and pickle files are refused"),
         (data_url(b"\xff" * 8 + b"{}", "application/safetensors"), "its header is longer than the file"),
-        ("rows.safetensors", "this engine does not take embedding files"),
+        ("rows.safetensors", "rows of 1 numbers; those of this model have"),
         ("file:///etc/passwd", "there is no such file"),
         ("../secret.png", "there is no such file"),
         ("link.png", "there is no such file"),
@@ -92,7 +93,7 @@ def test_hostile_media_are_refused_by_name_and_the_next_request_works(serve: Ser
     assert reason in answer
     status, answer = ask(serve, data_url(png(6, 5)))
     assert status == 200, answer
-    assert "look[6x5]" in answer
+    assert "look[6x5 " in answer
 
 
 def test_the_bytes_of_a_request_are_limited_together(serve: Serve) -> None:

@@ -9,10 +9,12 @@ import hashlib
 import io
 import json
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from PIL import Image
@@ -109,7 +111,7 @@ def assert_nothing_is_left(system: System) -> None:
 @pytest.fixture(scope="module", params=list(LAYOUTS))
 def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Serve]]:
     name = request.param
-    system = start(tmp_path_factory.mktemp("layout"), name)
+    system = start(tmp_path_factory.mktemp("layout"), name, "--media-private", "127.0.0.0/8")
     try:
         system.wait_ready()
         wait_for_encoders(system, name)
@@ -139,6 +141,38 @@ def test_the_same_image_is_encoded_once(layout: tuple[str, Serve]) -> None:
     assert answers == [said_to(f"{number} ", image) for number in range(8)]
     assert lookups(system, encoder, "miss") == before + 1
     assert_nothing_is_left(system)
+
+
+class OneUse(BaseHTTPRequestHandler):
+    """Serves each path once."""
+
+    image = b""
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        first = self.path not in self.asked
+        self.asked.append(self.path)
+        self.send_response(200 if first else 410)
+        self.end_headers()
+        self.wfile.write(self.image if first else b"")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_d27_a_url_that_works_once_is_fetched_once(layout: tuple[str, Serve]) -> None:
+    name, system = layout
+    image = picture(33, 23)
+    OneUse.image = base64.b64decode(url_of(image).partition(",")[2])
+    path = f"/{name.replace('/', '-').replace(' ', '-')}.png"
+    with HTTPServer(("127.0.0.1", 0), OneUse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        part = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{server.server_port}{path}"}}
+        body = {"model": "echo", "messages": [{"role": "user", "content": [*content("look "), part]}]}
+        status, answer = system.post("/v1/chat/completions", body)
+        server.shutdown()
+    assert status == 200, answer
+    assert json.loads(answer)["choices"][0]["message"]["content"] == said_to("look ", image)
+    assert OneUse.asked.count(path) == 1
 
 
 def test_usage_counts_the_rows_of_images(layout: tuple[str, Serve]) -> None:

@@ -16,6 +16,8 @@ from PIL import Image
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from safetensors.torch import save  # noqa: E402
+
 from baton.engines.torch.vision.model import read_layout  # noqa: E402
 from baton.engines.torch.vision.prepare import prepare  # noqa: E402
 from baton.engines.torch.vision.runner import normalise  # noqa: E402
@@ -59,7 +61,13 @@ class Video(NamedTuple):
     data: bytes
 
 
-Part = str | Image.Image | Video
+class Rows(NamedTuple):
+    """An embedding file: the rows of an image, computed by the client."""
+
+    image: Image.Image
+
+
+Part = str | Image.Image | Video | Rows
 
 
 @lru_cache(maxsize=1)
@@ -71,6 +79,7 @@ def prompts(model: str) -> list[tuple[Part, ...]]:
     """Return prompts: one image, several, mixed with text, and video where the model takes it."""
     one, two = noise(100, 80, 1), noise(37, 90, 2)
     found: list[tuple[Part, ...]] = [("what is this? ", one), (one, "and ", two, two, "are what?")]
+    found += [("rows ", Rows(two), " and ", one)]
     if model == "qwen":
         found += [("see ", video()), (one, "before ", video(), " and after ", two, ".")]
     return found
@@ -103,9 +112,21 @@ class Reference:
             )
         return [int(token) for token in out[0, ids.shape[1] :]]
 
+    def file(self, image: Image.Image) -> bytes:
+        """Return the rows of an image as an embedding file."""
+        inputs = self._inputs([image], torch.zeros(1, 1))
+        second = inputs["pixel_attention_mask" if self._name == "idefics3" else "image_grid_thw"]
+        with torch.no_grad():
+            found = self._model.model.get_image_features(inputs["pixel_values"], second).pooler_output
+        rows = torch.cat(list(found)).reshape(-1, found[0].shape[-1]).contiguous()
+        grid = {} if self._name == "idefics3" else {"image_grid_thw": second}
+        return bytes(save({"mm_embeddings": rows, **grid}))
+
     def _expanded(self, part: Part) -> str:
         if isinstance(part, str):
             return part
+        if isinstance(part, Rows):
+            part = part.image
         if self._name == "idefics3":
             return "<fake_token_around_image><global-img>" + "<image>" * 16 + "<fake_token_around_image>"
         kind = "video" if isinstance(part, Video) else "image"
@@ -120,6 +141,7 @@ class Reference:
         return prepare(self._layout, "model", MediaFile(modality="video", data=part.data))
 
     def _inputs(self, parts: Sequence[Part], ids: Any) -> dict[str, Any]:
+        parts = [part.image if isinstance(part, Rows) else part for part in parts]
         images = [part for part in parts if isinstance(part, Image.Image)]
         inputs: dict[str, Any] = {}
         if images:
@@ -165,13 +187,12 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         system.close()
 
 
-def content(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    return [_part(part) for part in parts]
-
-
-def _part(part: Part) -> dict[str, Any]:
+def _part(part: Part, reference: Reference) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if isinstance(part, Rows):
+        url = "data:application/safetensors;base64," + base64.b64encode(reference.file(part.image)).decode()
+        return {"type": "image_url", "image_url": {"url": url}}
     if isinstance(part, Video):
         url = "data:video/mp4;base64," + base64.b64encode(part.data).decode()
         return {"type": "video_url", "video_url": {"url": url}}
@@ -181,16 +202,16 @@ def _part(part: Part) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def answer(system: Serve, parts: Sequence[Part]) -> dict[str, Any]:
+def answer(running: Running, parts: Sequence[Part]) -> dict[str, Any]:
     body = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": content(parts)}],
+        "messages": [{"role": "user", "content": [_part(part, running.reference) for part in parts]}],
         "temperature": 0,
         "max_tokens": TOKENS,
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    status, text = system.post("/v1/chat/completions", body)
+    status, text = running.system.post("/v1/chat/completions", body)
     assert status == 200, text
     return dict(json.loads(text))
 
@@ -200,9 +221,9 @@ def test_tokens_equal_those_of_transformers(running: Running) -> None:
     if "encoders" in LAYOUTS[case.layout]:
         encoder = system.workers - 1
         eventually(
-            lambda: answer(system, (noise(8, 8),)) and system.ended("completed", encoder, role="encode"),
+            lambda: answer(running, (noise(8, 8),)) and system.ended("completed", encoder, role="encode"),
             what="the encode worker is called",
         )
     for parts in prompts(case.model):
-        assert answer(system, parts)["choices"][0]["token_ids"] == reference.tokens(parts), parts
+        assert answer(running, parts)["choices"][0]["token_ids"] == reference.tokens(parts), parts
     system.assert_quiet()

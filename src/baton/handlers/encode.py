@@ -67,23 +67,23 @@ class EncodeHandler:
         """
         with self._tracker.track(context, len(request.token_ids), request.model) as tracked:
             admit_encode(request, self._info, self._engine.capabilities)
-            named = named_media(request)
-            work = EncodeWork(
-                request_id=tracked.request_id,
-                token_ids=plain_prompt(request, self._info.media),
-                media=media_files(await tracked.scope.wait(self._loader.load(named))),
-                trace_headers=context.trace_headers,
-            )
+            loaded = await tracked.scope.wait(self._loader.load(named_media(request)))
+            prompt = plain_prompt(request, self._info.media)
             lease: Lease | None = None
             media = LoadedMedia()
             try:
                 if self._encoder is not None:
-                    hold = await wait_for_rows(
-                        tracked.scope, self._encoder.encode(work.media, work.token_ids, work.trace_headers)
-                    )
+                    encoding = self._encoder.encode(loaded, prompt, context.trace_headers)
+                    hold = await wait_for_rows(tracked.scope, encoding)
                     media = LoadedMedia(hold=hold)
                     result, lease = self._offer_rows(self._encoder, hold, tracked)
                 else:
+                    work = EncodeWork(
+                        request_id=tracked.request_id,
+                        token_ids=prompt,
+                        media=media_files(loaded),
+                        trace_headers=context.trace_headers,
+                    )
                     result, lease = await self._offer_handles(work, tracked)
                 # The frontend reads the result from the chunk that ends the answer.
                 usage = Usage(tracked.prompt_tokens, 0)
@@ -93,11 +93,11 @@ class EncodeHandler:
                 raise
             finally:
                 if lease is not None:
-                    self._reaper.watch(work.request_id, lease, media)
+                    self._reaper.watch(tracked.request_id, lease, media)
                 else:
-                    mark_unread(self._engine, work.request_id)
+                    mark_unread(self._engine, tracked.request_id)
                     await media.close()
-                    await abort(self._engine, work.request_id, self._tracker.limits.abort_timeout_s)
+                    await abort(self._engine, tracked.request_id, self._tracker.limits.abort_timeout_s)
 
     async def probe(self, prompt: tuple[int, ...], image: MediaFile, context: Context) -> None:
         """Let the engine encode `image`, and free it. Raises the errors of the engine.

@@ -9,6 +9,7 @@ Rows stay pinned, and handles claimed, until `LoadedMedia` is closed. `used` con
 engine has read its handles; rows are confirmed when they have been fetched.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -16,6 +17,7 @@ from types import TracebackType
 import msgspec
 
 from baton.errors import BatonError, InvalidRequest, PeerLost, Unsupported
+from baton.handlers.client_rows import rows_of
 from baton.handlers.media_encoder import MediaEncoder
 from baton.handlers.media_rows import RowsInput, wait_for_rows
 from baton.handlers.placed_prompt import embeddings, expanded, has_placeholders, place, plain_prompt
@@ -26,6 +28,7 @@ from baton.ports.engine import Capabilities, EngineInfo, Work
 from baton.ports.media import MediaLoader
 from baton.ports.transfer import Claim, Consumer
 from baton.protocol.media import (
+    UNFETCHED,
     EmbeddingFile,
     LoadedMediaItem,
     Media,
@@ -147,11 +150,14 @@ class MediaInput:
                 if self._encoder is None:
                     raise
                 log.warning("%s media are encoded here instead: %s", tracked.request_id, error.message)
-        files = await self._files(request, tracked)
+        loaded = await self._load_all(request, tracked)
         if self._encoder is not None:
-            encoding = self._encoder.encode(files, request.token_ids, trace_headers)
+            encoding = self._encoder.encode(loaded, request.token_ids, trace_headers)
             hold = await wait_for_rows(tracked.scope, encoding)
             return self._placed(request, hold)
+        if any(isinstance(item, EmbeddingFile) for item in loaded):
+            return await self._client_rows(request, loaded, tracked)
+        files = media_files(loaded)
         if not {file.modality for file in files} <= self._can.modalities:
             raise PeerLost(
                 "no encode worker has encoded the media of this request, and this worker does not encode: see the log"
@@ -196,10 +202,25 @@ class MediaInput:
             return LoadedMedia()
         return LoadedMedia(token_ids=expanded(request.token_ids, (), self._media)[0])
 
-    async def _files(self, request: GenerateRequest, tracked: TrackedRequest) -> tuple[MediaFile, ...]:
+    async def _load_all(self, request: GenerateRequest, tracked: TrackedRequest) -> tuple[LoadedMediaItem, ...]:
         if self._loader is None:
             raise Unsupported("multi_modal_data: this worker does not fetch media")
-        return media_files(await tracked.scope.wait(self._loader.load(named_media(request))))
+        return await tracked.scope.wait(self._loader.load(named_media(request)))
+
+    async def _client_rows(
+        self, request: GenerateRequest, loaded: tuple[LoadedMediaItem, ...], tracked: TrackedRequest
+    ) -> LoadedMedia:
+        """Return rows that the client has computed, for an engine that takes rows and encodes nothing here."""
+        media = self._media
+        files = [item for item in loaded if isinstance(item, EmbeddingFile)]
+        if media is None or not self._can.media_embeddings:
+            raise Unsupported(f"{files[0].place}: this engine does not take embedding files")
+        if len(files) < len(loaded):
+            raise Unsupported(f"{files[0].place}: this engine does not take embedding files together with other media")
+        rows = [await tracked.scope.wait(asyncio.to_thread(rows_of, file, media)) for file in files]
+        placed = place(request, [each.item for each in rows], media)
+        token_ids, positions = expanded(request.token_ids, placed, media)
+        return LoadedMedia(embeddings(placed, positions, [each.data for each in rows], media), token_ids, placed)
 
     def _as_files(self, request: GenerateRequest, files: tuple[MediaFile, ...]) -> LoadedMedia:
         """Return files for an engine that places them itself; placeholders that a client has typed become text."""
@@ -264,9 +285,10 @@ def named_media(request: GenerateRequest) -> tuple[MediaUrl, ...]:
             place = f"multi_modal_data.{kind}[{number}]"
             if item.url is None:
                 raise Unsupported(f"{place}: media decoded by the frontend are not supported; send a URL")
-            if not item.url[:8].lower().startswith(URL_SCHEMES):
+            url = item.url.removeprefix(UNFETCHED)
+            if not url[:8].lower().startswith(URL_SCHEMES):
                 raise InvalidRequest(f"{place}: only {', '.join(URL_SCHEMES)} URLs are supported")
-            named.append(MediaUrl(modality=kind.removesuffix("_url"), url=item.url, place=place))
+            named.append(MediaUrl(modality=kind.removesuffix("_url"), url=url, place=place))
     return tuple(named)
 
 

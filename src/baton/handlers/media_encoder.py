@@ -1,5 +1,7 @@
 """Encoding media on this worker's engine, through the embedding store: what is stored is not encoded again.
 
+Rows that a client has computed go through the store too, and not through the engine.
+
     file ──hash──► in the store? ──yes──────────────────────► pinned
                         └──no──► engine.encode ──► copied ──► pinned
 
@@ -12,10 +14,11 @@ from functools import partial
 
 from baton.engine_kit.content_hash import rows_hash
 from baton.errors import EngineFailed
+from baton.handlers.client_rows import file_hash, rows_of
 from baton.media.embedding_store import EmbeddingStore, Hold, Wanted
-from baton.ports.engine import EncodedRows, EncodeEngine, EncodeWork
+from baton.ports.engine import EncodedRows, EncodeEngine, EncodeWork, MediaInfo
 from baton.protocol.ids import new_request_id
-from baton.protocol.media import MediaFile
+from baton.protocol.media import EmbeddingFile, LoadedMediaItem
 
 INLINE_HASH_BYTES = 1 << 20
 
@@ -43,14 +46,15 @@ class _SharedCall:
 class MediaEncoder:
     """Encodes files to rows in `store`. Event-loop thread only; calls may run concurrently."""
 
-    def __init__(self, engine: EncodeEngine, store: EmbeddingStore) -> None:
+    def __init__(self, engine: EncodeEngine, store: EmbeddingStore, media: MediaInfo) -> None:
         self.store = store
         self._engine = engine
+        self._media = media
         self._shape = store.shape
         self._calls: dict[str, _SharedCall] = {}
 
     async def encode(
-        self, files: Sequence[MediaFile], token_ids: tuple[int, ...], trace_headers: Mapping[str, str]
+        self, files: Sequence[LoadedMediaItem], token_ids: tuple[int, ...], trace_headers: Mapping[str, str]
     ) -> Hold:
         """Return the rows of `files`, in their order; the caller releases them.
 
@@ -69,7 +73,7 @@ class MediaEncoder:
                 return hold
 
     def _join(
-        self, content_hash: str, file: MediaFile, token_ids: tuple[int, ...], trace_headers: Mapping[str, str]
+        self, content_hash: str, file: LoadedMediaItem, token_ids: tuple[int, ...], trace_headers: Mapping[str, str]
     ) -> _SharedCall:
         """Return the call that encodes `file`, which may run already."""
         call = self._calls.get(content_hash)
@@ -86,8 +90,10 @@ class MediaEncoder:
             del self._calls[content_hash]
 
     async def _encode(
-        self, file: MediaFile, token_ids: tuple[int, ...], trace_headers: Mapping[str, str]
+        self, file: LoadedMediaItem, token_ids: tuple[int, ...], trace_headers: Mapping[str, str]
     ) -> EncodedRows:
+        if isinstance(file, EmbeddingFile):
+            return await asyncio.to_thread(rows_of, file, self._media)
         work = EncodeWork(
             request_id=new_request_id("media"), token_ids=token_ids, media=(file,), trace_headers=trace_headers
         )
@@ -132,9 +138,12 @@ def _wanted(content_hash: str, rows: EncodedRows | None) -> Wanted:
     return Wanted(content_hash, None if rows is None else rows.data.nbytes)
 
 
-async def _hashes(model: str, files: Sequence[MediaFile]) -> list[str]:
+async def _hashes(model: str, files: Sequence[LoadedMediaItem]) -> list[str]:
     def hash_all() -> list[str]:
-        return [rows_hash(model, file.data, file.modality) for file in files]
+        return [
+            file_hash(file, model) if isinstance(file, EmbeddingFile) else rows_hash(model, file.data, file.modality)
+            for file in files
+        ]
 
     if sum(len(file.data) for file in files) <= INLINE_HASH_BYTES:
         return hash_all()

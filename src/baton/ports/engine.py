@@ -74,12 +74,15 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
     """What a rendered prompt has in the place of a media item: one `token`, which the text `text` becomes.
 
-    `as_text` are the tokens of the same text where a client has typed it: none of them is special.
+    `as_text` are the tokens of the same text where a client has typed it: none of them is special. `before` and `after`
+    are what the expansion of an item has around its rows, where a client has computed the rows.
     """
 
     token: int
     text: str
     as_text: tuple[int, ...]
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
 
 class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,9 +101,9 @@ def _store(context: RoleContext) -> EmbeddingStore | None:
 
 
 def _encoder(context: RoleContext, store: EmbeddingStore | None) -> MediaEncoder | None:
-    if store is None or not isinstance(context.engine, EncodeEngine):
+    if store is None or context.info.media is None or not isinstance(context.engine, EncodeEngine):
         return None
-    return MediaEncoder(context.engine, store)
+    return MediaEncoder(context.engine, store, context.info.media)
 
 
 def _consumer(context: RoleContext, store: EmbeddingStore | None) -> "RoomClient":

@@ -4,6 +4,10 @@ import msgspec
 
 from baton.protocol.extra import Extra, extra_field
 
+# Before a URL that the frontend must not fetch: it reads the first bytes of images at URLs that it knows, by its own
+# rules, which uses up a URL that works once.
+UNFETCHED = "baton:"
+
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of media: a URL that the worker fetches under its access policy, or a transfer descriptor

@@ -119,7 +119,7 @@ class RowsHarness:
         self.gate = Gate(64)
         limits = RequestLimits(flush_interval_s=0.0, abort_timeout_s=0.5)
         tracker = RequestTracker(self.gate, limits, self.observer, "role", lambda error: None)
-        encoder = MediaEncoder(self.engine, self.store) if encodes else None
+        encoder = MediaEncoder(self.engine, self.store, MEDIA) if encodes else None
         media_input = MediaInput(CAN, INFO, self.loader, encoder, RowsInput(self.consumer, self.store))
         self.aggregated = AggregatedHandler(self.engine, INFO, tracker, media_input)
         self.prefill = PrefillHandler(self.engine, INFO, tracker, self.producer, media_input)

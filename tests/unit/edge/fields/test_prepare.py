@@ -107,6 +107,24 @@ def test_a_part_that_the_frontend_drops_is_refused_with_its_place(kind: str) -> 
     assert kind in error.message
 
 
+@pytest.mark.parametrize("kind", ["image_url", "video_url"])
+@pytest.mark.parametrize("url", ["https://h/x.png", "HTTP://h:8/x", "file:///x.png", "data:application/safetensors,x"])
+def test_the_frontend_does_not_fetch_media(kind: str, url: str) -> None:
+    parts = [{"type": "text", "text": "what?"}, {"type": kind, kind: {"url": url, "detail": "low"}}]
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    expected = [parts[0], {"type": kind, kind: {"url": f"baton:{url}", "detail": "low"}}]
+    assert changed(CHAT, messages=messages) == {"messages": [messages[0], {"role": "user", "content": expected}]}
+
+
+def test_the_frontend_may_read_images_in_data_urls() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": [_image("data:image/png;base64,AA")]}]}
+    assert prepare(CHAT, body) is body
+
+
+def _image(url: str) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def test_alternatives_need_logprobs() -> None:
     assert refusal(CHAT, {**GOOD[CHAT], "top_logprobs": 3}).param == "top_logprobs"
     assert changed(CHAT, top_logprobs=3, logprobs=True) == {"top_logprobs": 3, "logprobs": True}

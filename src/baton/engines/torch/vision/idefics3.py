@@ -20,6 +20,8 @@ from baton.protocol.media import EncodedItem
 
 # The longest edge of an image whatever the processor is configured to.
 _MAX_EDGE = 4096
+_AROUND = "<fake_token_around_image>"
+_WHOLE = "<global-img>"  # before the rows of the whole image
 _STANDARD = (0.5, 0.5, 0.5)
 
 
@@ -78,6 +80,7 @@ class Idefics3Layout:
         colours = {"image_mean": _STANDARD, "image_std": _STANDARD, **files.images}
         self.colours = files.convert(colours, Colours, "the image processor")
         self.placeholders = {"image": self.config.image_token_id}
+        self.around_rows: tuple[tuple[str, ...], tuple[str, ...]] = ((_AROUND, _WHOLE), (_AROUND,))
         self._tokenizer = tokenizer
         self._frame_rows = self._check_frame(files)
         self._expansion = functools.cache(self._make_expansion)
@@ -117,14 +120,13 @@ class Idefics3Layout:
     def _make_expansion(self, down: int, across: int) -> tuple[tuple[int, int], ...]:
         """Return the tokens of a split image, or of one with a single frame if `down` is 0, as runs."""
         image = (self._tokenizer.id_to_token(self.config.image_token_id) or "") * self._frame_rows
-        fake = "<fake_token_around_image>"
         grid = "".join(
-            "".join(f"{fake}<row_{row + 1}_col_{column + 1}>{image}" for column in range(across)) + "\n"
+            "".join(f"{_AROUND}<row_{row + 1}_col_{column + 1}>{image}" for column in range(across)) + "\n"
             for row in range(down)
         )
         if grid:
             grid += "\n"
-        text = f"{grid}{fake}<global-img>{image}{fake}"
+        text = f"{grid}{_AROUND}{_WHOLE}{image}{_AROUND}"
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         return tuple((token, len(list(run))) for token, run in groupby(tokens))
 

@@ -42,6 +42,10 @@ class VisionLayout(Protocol):
     def placeholders(self) -> Mapping[str, int]:
         """The token that stands for an item in a prompt, for each modality that the model takes."""
 
+    @property
+    def around_rows(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tokens that a prompt has before and after the rows of an item, besides those of the chat template."""
+
     def identity(self) -> object:
         """Return everything that decides on rows, but the weights; it can be written as JSON."""
 
@@ -108,7 +112,8 @@ def media_info(directory: Path, layout: VisionLayout, dtype: str) -> MediaInfo:
     return MediaInfo(
         shape=EmbeddingShape(model=model, dtype=dtype, size=layout.size),
         placeholders={
-            modality: _placeholder(tokenizer, token, directory) for modality, token in layout.placeholders.items()
+            modality: _placeholder(tokenizer, token, directory, *layout.around_rows)
+            for modality, token in layout.placeholders.items()
         },
     )
 
@@ -121,11 +126,23 @@ def _architecture(files: VisionFiles) -> str:
             return str(files.config.get("model_type", "unknown"))
 
 
-def _placeholder(tokenizer: tokenizers.Tokenizer, token: int, directory: Path) -> Placeholder:
+def _placeholder(
+    tokenizer: tokenizers.Tokenizer, token: int, directory: Path, before: Sequence[str], after: Sequence[str]
+) -> Placeholder:
     text = tokenizer.id_to_token(token)
     if text is None:
         raise ConfigError(f"the tokenizer in {directory} has no token {token}, the placeholder of an item of media")
-    return Placeholder(token=token, text=text, as_text=_plain_tokens(tokenizer, token, text))
+    return Placeholder(
+        token=token,
+        text=text,
+        as_text=_plain_tokens(tokenizer, token, text),
+        before=_tokens(tokenizer, before),
+        after=_tokens(tokenizer, after),
+    )
+
+
+def _tokens(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> tuple[int, ...]:
+    return tuple(token for text in texts if (token := tokenizer.token_to_id(text)) is not None)
 
 
 def _plain_tokens(tokenizer: tokenizers.Tokenizer, token: int, text: str) -> tuple[int, ...]:

@@ -104,6 +104,7 @@ class QwenLayout:
         if self.colours != video_colours:
             raise ConfigError(f"{files.directory}: images and video have different colours, which is not supported")
         self.placeholders = {"image": self.config.image_token_id, "video": self.config.video_token_id}
+        self.around_rows: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     def identity(self) -> object:
         """See `VisionLayout.identity`."""
