@@ -89,6 +89,7 @@ class EncodeHandler:
                 usage = Usage(tracked.prompt_tokens, 0)
                 yield Chunk([], finish_reason=FinishReason.STOP, usage=usage, encoder_result=result)
             except BaseException as error:
+                self._loader.release(loaded)
                 fail_lease(lease, error)
                 raise
             finally:

@@ -150,7 +150,22 @@ class MediaInput:
                 if self._encoder is None:
                     raise
                 log.warning("%s media are encoded here instead: %s", tracked.request_id, error.message)
-        loaded = await self._load_all(request, tracked)
+        if self._loader is None:
+            raise Unsupported("multi_modal_data: this worker does not fetch media")
+        loaded = await tracked.scope.wait(self._loader.load(named_media(request)))
+        try:
+            return await self._from_loaded(request, loaded, tracked, trace_headers)
+        except BaseException:
+            self._loader.release(loaded)
+            raise
+
+    async def _from_loaded(
+        self,
+        request: GenerateRequest,
+        loaded: tuple[LoadedMediaItem, ...],
+        tracked: TrackedRequest,
+        trace_headers: Mapping[str, str],
+    ) -> LoadedMedia:
         if self._encoder is not None:
             encoding = self._encoder.encode(loaded, request.token_ids, trace_headers)
             hold = await wait_for_rows(tracked.scope, encoding)
@@ -201,11 +216,6 @@ class MediaInput:
         if self._media is None or not has_placeholders(request.token_ids, self._media):
             return LoadedMedia()
         return LoadedMedia(token_ids=expanded(request.token_ids, (), self._media)[0])
-
-    async def _load_all(self, request: GenerateRequest, tracked: TrackedRequest) -> tuple[LoadedMediaItem, ...]:
-        if self._loader is None:
-            raise Unsupported("multi_modal_data: this worker does not fetch media")
-        return await tracked.scope.wait(self._loader.load(named_media(request)))
 
     async def _client_rows(
         self, request: GenerateRequest, loaded: tuple[LoadedMediaItem, ...], tracked: TrackedRequest

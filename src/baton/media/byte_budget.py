@@ -24,6 +24,7 @@ class ByteBudget:
         self._per_request = per_request
         self._held = 0
         self._dropped: deque[int] = deque()
+        self._finalizers: dict[int, weakref.finalize[..., LoadedMediaItem]] = {}
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
@@ -61,10 +62,17 @@ class ByteBudget:
     def free_with(self, item: LoadedMediaItem) -> None:
         """Give the bytes of `item` back when the last reference to it is dropped."""
         loop = asyncio.get_running_loop()
-        weakref.finalize(item, self._drop, _size(item), loop).atexit = False
+        finalizer = self._finalizers[id(item)] = weakref.finalize(item, self._drop, id(item), _size(item), loop)
+        finalizer.atexit = False
 
-    def _drop(self, size: int, loop: asyncio.AbstractEventLoop) -> None:
-        # Finalizers run anywhere, between any two operations: only this queue is touched here.
+    def release(self, item: LoadedMediaItem) -> None:
+        """Give the bytes of `item` back now. Idempotent."""
+        if (finalizer := self._finalizers.get(id(item))) is not None:
+            finalizer()
+
+    def _drop(self, number: int, size: int, loop: asyncio.AbstractEventLoop) -> None:
+        # Finalizers run anywhere, between any two operations: what is touched here changes in one operation.
+        self._finalizers.pop(number, None)
         self._dropped.append(size)
         with suppress(RuntimeError):  # the loop has closed
             loop.call_soon_threadsafe(self._serve_waiting)

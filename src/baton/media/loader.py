@@ -69,6 +69,11 @@ class PolicyLoader:
             share.close()
         return items
 
+    def release(self, loaded: Sequence[LoadedMediaItem]) -> None:
+        """See `MediaLoader.release`."""
+        for item in loaded:
+            self._bytes.release(item)
+
     async def close(self) -> None:
         """See `MediaLoader.close`."""
         self._checks.close()

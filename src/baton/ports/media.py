@@ -22,5 +22,11 @@ class MediaLoader(Protocol):
         call ends every fetch.
         """
 
+    def release(self, loaded: Sequence[LoadedMediaItem]) -> None:
+        """Stop counting the bytes of items that are not used any more, even if something refers to them. Idempotent.
+
+        The traceback of an error does, and until it is collected.
+        """
+
     async def close(self) -> None:
         """Close connections. Idempotent."""

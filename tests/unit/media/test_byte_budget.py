@@ -133,3 +133,20 @@ def test_a_file_that_is_dropped_serves_those_who_wait() -> None:
         assert budget.held == 100
 
     run_bounded(body())
+
+
+def test_bytes_are_given_back_while_something_refers_to_the_item() -> None:
+    async def body() -> None:
+        budget = ByteBudget(total=100, per_request=100)
+        share = await budget.open(10, 1.0)
+        item = MediaFile(modality="image", data=b"x" * 10)
+        share.keep((item,))
+        share.close()
+        assert budget.held == 10
+        budget.release(item)
+        budget.release(item)
+        assert budget.held == 0
+        del item
+        assert budget.held == 0
+
+    run_bounded(body())
