@@ -45,7 +45,9 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     stalled_tokens: int = 0
     """When set, one more client requests this many tokens and never reads them."""
     stall_lead_s: float = 0.0
-    """Maximum wait before the load until the buffers between that client and the server are full."""
+    """Maximum wait before the load until all buffers between that client and the engine are full."""
+    server_pids: tuple[int, ...] = ()
+    """The processes that compute and carry that client's stream."""
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,7 +230,7 @@ async def run_load(spec: LoadSpec) -> LoadResult:
         return await run_streams(Load(spec))
     client = StalledClient(spec.port, spec.stalled_tokens)
     try:
-        stable = await client.wait_until_stable(spec.stall_lead_s)
+        stable = await client.wait_until_stable(spec.stall_lead_s, spec.server_pids)
         result = await run_streams(Load(spec))
         response = client.read_queued()
     finally:

@@ -35,7 +35,7 @@ PACED_MS = 20.0
 IDLE_MS = 1000.0
 # Nearly the context of Baton's echo engine.
 STALLED_TOKENS = 1_000_000
-STALL_LEAD_S = 6.0
+STALL_LEAD_S = 20.0
 HOLD_S = 3.0
 ANY_NUMBER = 1_000_000
 DEADLINE_S = 60.0
@@ -115,7 +115,9 @@ def run_stall(plan: Plan, systems: Sequence[RunningSystem], repeat: int) -> Iter
     for system in systems:
         spec = load_spec(plan, system, plan.stall_streams)
         yield measure(system, spec, "undisturbed", repeat)
-        stalled = msgspec.structs.replace(spec, stalled_tokens=STALLED_TOKENS, stall_lead_s=STALL_LEAD_S)
+        stalled = msgspec.structs.replace(
+            spec, stalled_tokens=STALLED_TOKENS, stall_lead_s=STALL_LEAD_S, server_pids=system.pids
+        )
         yield measure(system, stalled, "stalled", repeat)
 
 

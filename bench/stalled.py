@@ -1,15 +1,20 @@
-"""A client that requests a long stream and never reads it, and detects when the server can send no more."""
+"""A client that requests a long stream and never reads it, and detects when the server has stopped computing it."""
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from bench.chat import HOST, chat_request
 
 CONNECT_TIMEOUT_S = 15.0
 POLL_INTERVAL_S = 0.3
 STABLE_POLLS = 3
+QUIET_SHARE = 0.2
+"""Idle processes with timers and metrics use less than this share of a core."""
 READ_TIMEOUT_S = 2.0
 
 
@@ -23,13 +28,20 @@ class StalledClient:
         self._socket.connect((HOST, port))
         self._socket.sendall(chat_request(tokens))
 
-    async def wait_until_stable(self, limit_s: float) -> bool:
-        """Whether the unread bytes stopped growing within the limit: full buffers, or the end of the response."""
-        samples = [0] * STABLE_POLLS
+    async def wait_until_stable(self, limit_s: float, server_pids: Sequence[int]) -> bool:
+        """Whether the server has stopped within the limit: full buffers, or the end of the response.
+
+        The client's own buffer is full first. Until those between the processes of the server are too, the stream
+        costs as much as one that is read.
+        """
+        unread, quiet, cpu_s = 0, 0, processor_s(server_pids)
         for _ in range(int(limit_s / POLL_INTERVAL_S)):
             await asyncio.sleep(POLL_INTERVAL_S)
-            samples = [*samples[1:], self.unread_bytes()]
-            if samples[0] and len(set(samples)) == 1:
+            before, unread = unread, self.unread_bytes()
+            cpu_before, cpu_s = cpu_s, processor_s(server_pids)
+            still = 0 < unread == before and cpu_s - cpu_before < QUIET_SHARE * POLL_INTERVAL_S
+            quiet = quiet + 1 if still else 0
+            if quiet == STABLE_POLLS:
                 return True
         return False
 
@@ -48,6 +60,12 @@ class StalledClient:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def processor_s(pids: Sequence[int]) -> float:
+    """The processor time of processes."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return float(sum(each.user + each.system for each in times))
 
 
 def queued_bytes(table: str, server_port: int, client_port: int) -> int:

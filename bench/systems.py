@@ -130,6 +130,11 @@ class RunningSystem:
         self._roles = {process: role_of(process.cmdline()) for process in process_trees(roots)}
         self.at_start = self.usage()
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ids of its processes."""
+        return tuple(process.pid for process in self._roles)
+
     def usage(self) -> Usage:
         cpu_s: dict[str, float] = defaultdict(float)
         rss_bytes: dict[str, int] = defaultdict(int)

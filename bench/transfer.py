@@ -26,7 +26,7 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from baton.ports.transfer import Channel, KvMemory, KvShape, TransportClient, TransportServer
+from baton.ports.transfer import BlockMemory, Channel, KvShape, TransportClient, TransportServer
 from baton.protocol.handoff import Ticket
 from baton.transfer import nixl
 from baton.transfer.block_copy import Stop, block_pairs, copy_blocks
@@ -82,7 +82,7 @@ class Pool:
         for plane in range(PLANES):
             numbers = np.arange(plane_bytes // 4, dtype=np.uint32) * np.uint32(fill + plane)
             self.bytes[plane * plane_bytes : (plane + 1) * plane_bytes] = numbers.view(np.uint8)
-        self.memory = KvMemory(
+        self.memory = BlockMemory(
             shape=SHAPE,
             address=self.bytes.ctypes.data,
             planes=PLANES,
@@ -100,7 +100,7 @@ class Pool:
 class OfferedCache(msgspec.Struct, frozen=True):
     """One cache of the producer process, and how to connect to it."""
 
-    memory: KvMemory
+    memory: BlockMemory
     port: int
     details: dict[str, dict[str, object]]
 
@@ -134,7 +134,7 @@ async def offer_all(parent: Connection, transports: Sequence[str]) -> None:
 SERVERS: list[TransportServer] = []  # kept alive
 
 
-def build_server(transport: str, memory: KvMemory, data: TcpServer) -> TransportServer:
+def build_server(transport: str, memory: BlockMemory, data: TcpServer) -> TransportServer:
     builders: dict[str, Callable[[], TransportServer]] = {
         "shm": lambda: ShmServer(memory, lambda *_: None),
         "nixl": lambda: nixl.NixlServer(memory),
@@ -171,7 +171,7 @@ def producer(transports: Sequence[str]) -> Iterator[list[OfferedCache]]:
         receiver.close()
 
 
-def build_client(transport: str, memory: KvMemory) -> TransportClient:
+def build_client(transport: str, memory: BlockMemory) -> TransportClient:
     builders: dict[str, Callable[[], TransportClient]] = {
         "shm": lambda: ShmClient(memory),
         "nixl": lambda: nixl.NixlClient(memory),

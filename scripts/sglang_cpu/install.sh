@@ -39,7 +39,7 @@ import re
 import sys
 import tomllib
 
-IMPORTED = """aiohttp apache-tvm-ffi compressed-tensors distro einops fastapi gguf interegular ipython llguidance
+IMPORTED = """aiohttp apache-tvm-ffi av compressed-tensors distro einops fastapi gguf interegular ipython llguidance
 msgspec numpy openai openai-harmony orjson packaging partial-json-parser pillow prometheus-client psutil pybase64
 pydantic python-multipart pyzmq regex requests scipy sentencepiece setproctitle soundfile tiktoken tokenizers tqdm
 transformers uvicorn uvloop xgrammar xxhash zstandard""".split()

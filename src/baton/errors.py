@@ -70,7 +70,7 @@ class ReaderStalled(BatonError):
 
 
 class Overloaded(BatonError):
-    """The worker is at its limit of concurrent requests."""
+    """The worker is at its limit of concurrent requests, or of the bytes of media that they hold."""
 
     code = "overloaded"
     status = 503

@@ -92,7 +92,7 @@ def test_every_key_of_stats_and_events_is_in_the_facts() -> None:
 
 def test_handoff_fields_and_request_types_are_the_librarys() -> None:
     wire = {field.name for field in msgspec.structs.fields(handoff.HandoffParams)} - {"prompt_token_ids"}
-    wire |= {field.name for field in msgspec.structs.fields(media_handles.Handles)} - {"prompt"}
+    wire |= {field.name for field in msgspec.structs.fields(media_handles.Handles)}
     assert wire <= FACTS["1.3.0rc22"].keywords("disaggregated_params.DisaggregatedParams")
     assert wire <= FACTS["1.3.0rc25"].keywords("disaggregated_params.DisaggregatedParams")
     assert {handoff.CONTEXT_ONLY, handoff.GENERATION_ONLY, handoff.CONTEXT_AND_GENERATION} == set(
@@ -137,6 +137,8 @@ def test_the_arguments_of_an_encoder_are_the_librarys(version: str) -> None:
         ("class EncodeFields(TypedDict):", "    streaming: bool"),
         ("class SharedTensor(Protocol):", "    def release(self) -> None: ..."),
         ("class EncodeResult(Protocol):", "    embeddings: object"),
+        ("class MediaFields(TypedDict, total=False):", "    multi_modal_files: list[str]"),
+        ("class LoadVideo(Protocol):", "    def __call__(self, *, path: str) -> object: ..."),
     ],
 )
 def test_a_member_that_some_version_lacks_is_found(declaration: str, addition: str) -> None:

@@ -257,7 +257,7 @@ def test_the_double_leaks_blocks_when_a_transfer_is_aborted(version: str) -> Non
         arguments = plan_arguments(options, read_arguments(ARGUMENTS), MODEL_DIR, "generation_only")
         llm: Any = make_llm(library, options, arguments)
         model = Model(vocab_size=258, defaults=SamplingDefaults())
-        generate_args = GenerateArgs(library, model, Loras(), disaggregated=True)
+        generate_args = GenerateArgs(library, model, Loras(), disaggregated=True, context=4096)
         async with session(version, world, "context_only") as prefill:
             result = await produce(prefill)
             raw = llm.generate_async(**generate_args.build(work(PROMPT, 50, Consume(source=result))))

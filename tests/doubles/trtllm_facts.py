@@ -54,7 +54,8 @@ class VersionFacts:
         if path in self.content["functions"]:
             return _names(self.content["functions"][path])
         if path in self.content["classes"]:
-            return set(self.fields(path)) or _names(self._method(path, "__init__"))
+            known = set(self.fields(path)) | {*self._supplement.get(path, ())}
+            return known or _names(self._method(path, "__init__"))
         owner, _, method = path.rpartition(".")
         return _names(self._method(owner, method))
 

@@ -272,7 +272,7 @@ class System:
 
 
 class Serve(System):
-    """A `baton serve`. With `prefill` and `decode`, its workers are counted in that order."""
+    """A `baton serve`. Its workers are counted in the order prefill, decode or others, encoders, processors."""
 
     def __init__(
         self,
@@ -283,10 +283,12 @@ class Serve(System):
         prefill: int = 0,
         decode: int = 0,
         encoders: int = 0,
+        processors: int = 0,
         settings: Mapping[str, str] | None = None,
         program: str = BATON,
     ) -> None:
-        super().__init__(directory, (prefill + decode or workers) + encoders, engine)
+        super().__init__(directory, (prefill + decode or workers) + encoders + processors, engine)
+        self.registered = processors or self.workers  # no frontend finds workers behind process workers
         flags = ["--engine", engine]
         flags += ["--prefill", str(prefill), "--decode", str(decode)] if prefill else ["--workers", str(workers)]
         flags += ["--port", str(self.port), "--system-port", str(self.system_ports[0])]
@@ -298,7 +300,7 @@ class Serve(System):
     def wait_ready(self) -> None:
         """See `System.wait_ready`."""
         eventually(self._announced, self.start_timeout_s, "the ready line")
-        eventually(lambda: self.instances() == self.workers, START_S, "every worker is known")
+        eventually(lambda: self.instances() == self.registered, START_S, "every worker is known")
 
     def _announced(self) -> bool:
         code = self.process.popen.poll()

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 from baton.config.runtime import RuntimeOptions
 from baton.errors import PeerLost
 from baton.ports.runtime import Client, Wire
-from baton.ports.transfer import KvMemory, KvShape
+from baton.ports.transfer import BlockMemory, KvShape
 from baton.protocol.codec import convert
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.transfer import wire
@@ -192,7 +192,7 @@ def test_connections_between_the_workers_are_cut(pair: Pair, texts: dict[Questio
 
 
 @asynccontextmanager
-async def prefill_clients(pair: Pair) -> AsyncGenerator[tuple[Client, KvMemory], None]:
+async def prefill_clients(pair: Pair) -> AsyncGenerator[tuple[Client, BlockMemory], None]:
     """Yield what calls the prefill worker as a frontend does, and a memory that is like its own."""
     runtime = DynamoRuntime(RuntimeOptions(directory=str(pair.directory)))
     await runtime.start()
@@ -204,7 +204,7 @@ async def prefill_clients(pair: Pair) -> AsyncGenerator[tuple[Client, KvMemory],
         planes, block = 2 * shape.layers, shape.block_size * shape.kv_heads * shape.head_dim * 4
         yield (
             client,
-            KvMemory(shape=shape, address=0, planes=planes, plane_bytes=64 * block, block_bytes=block, blocks=64),
+            BlockMemory(shape=shape, address=0, planes=planes, plane_bytes=64 * block, block_bytes=block, blocks=64),
         )
     finally:
         await runtime.shutdown()
@@ -234,7 +234,7 @@ async def last_words(chunks: AsyncGenerator[Wire, None]) -> tuple[object, int]:
     return last["finish_reason"], last["completion_usage"]["completion_tokens"]
 
 
-def visit(pair: Pair, room: int, secret: bytes, memory: KvMemory) -> Visitor:
+def visit(pair: Pair, room: int, secret: bytes, memory: BlockMemory) -> Visitor:
     return Visitor(pair.port, wire.ROOM_PREAMBLE, wire.encode(wire.Claim(room, secret, memory)), beats=True)
 
 
@@ -328,7 +328,7 @@ def test_a_room_that_nobody_comes_to_expires(pair: Pair, texts: dict[Question, s
             async with open_room(pair, client, 9) as chunks:
                 assert await last_words(chunks) == ("length", 0)
             message = await asyncio.to_thread(visit(pair, 9, b"secret", memory).hear)
-            assert message == wire.Failed("peer_lost", "no decode worker has claimed the KV within 4 s")
+            assert message == wire.Failed("peer_lost", "no worker has claimed it within 4 s")
             message = await asyncio.to_thread(absent.hear)
             assert message == wire.Failed("peer_lost", "the prefill has not begun within 4 s")
 
@@ -343,7 +343,7 @@ def test_a_room_that_nobody_comes_to_expires(pair: Pair, texts: dict[Question, s
 
 def test_bytes_that_mean_nothing_harm_nobody(pair: Pair, texts: dict[Question, str]) -> None:
     shape = KvShape(model="other", dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=1)
-    other = KvMemory(shape=shape, address=0, planes=1, plane_bytes=1, block_bytes=1, blocks=1)
+    other = BlockMemory(shape=shape, address=0, planes=1, plane_bytes=1, block_bytes=1, blocks=1)
     sent = [
         b"",
         b"BatonKV2",

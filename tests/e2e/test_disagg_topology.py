@@ -176,10 +176,6 @@ def test_another_model_of_the_same_name_is_refused(serve: Serve, role: str, tmp_
         (("--prefill", "1", "--decode", "1", "--model-input", "text"), "drop --model-input text"),
         (("--prefill", "1", "--decode", "1", "--role", "decode"), "drop --role decode"),
         (("--prefill", "1", "--decode", "1", "--kv-transports", "pigeon"), "--kv-transports"),
-        (
-            ("--prefill", "1", "--decode", "1", "--engine", "echo", "--model", ""),
-            "engine echo does not support KV handoff",
-        ),
     ],
 )
 def test_settings_that_cannot_be_a_whole_are_refused(letters: Path, flags: tuple[str, ...], words: str) -> None:

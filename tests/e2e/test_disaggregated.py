@@ -110,6 +110,17 @@ def test_the_answer_is_the_same(whole: Serve, split: Serve, prompt: str) -> None
     assert again.usage.prompt_tokens_details.cached_tokens == (len(prompt) - 1) // 16 * 16
 
 
+@pytest.mark.parametrize("prompt", [PROMPTS["one token"], PROMPTS["two blocks less one"], PROMPTS["chunked"]])
+def test_the_scores_of_a_prompt_are_the_same(whole: Serve, split: Serve, prompt: str) -> None:
+    for options in (
+        {"echo": True, "max_tokens": 0},
+        {"echo": True, "max_tokens": 4},
+        {"extra_body": {"prompt_logprobs": 2}, "max_tokens": 4},
+    ):
+        expected, given = (complete(serve, prompt, **options).choices[0] for serve in (whole, split))
+        assert given.to_dict() == expected.to_dict()
+
+
 def test_prompts_that_begin_alike_share_what_is_there(whole: Serve, split: Serve) -> None:
     stem = "once upon a time, " * 20
     for ending in ("there was a fox", "there was a river", "", "nobody was there at all, and then"):

@@ -110,6 +110,22 @@ def test_models_have_a_length_an_owner_and_capabilities(serve: Serve) -> None:
     assert (error["code"], "'echo'" in str(error["message"])) == ("model_not_found", True)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "field"),
+    [
+        ("/v1/completions", {"prompt": "x" * 600}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        ("/v1/responses", {"input": "x" * 600}, "input"),
+    ],
+)
+def test_a_prompt_beyond_the_context_is_refused_by_the_name_of_its_field(
+    serve: Serve, path: str, asked: dict[str, object], field: str
+) -> None:
+    error = error_of(*serve.post(path, {**GOOD[path], **asked}))
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert "token_ids" not in str(error["message"])
+
+
 def test_a_prompt_is_tokenized_and_detokenized(serve: Serve) -> None:
     status, text = serve.post("/tokenize", {"prompt": "Hi ü", "return_token_strs": True})
     assert status == 200, text
@@ -147,6 +163,7 @@ def test_a_wrong_body_of_an_own_route_is_refused_by_name(serve: Serve) -> None:
     assert error_of(*serve.post("/tokenize", {"prompt": "x", "frobnicate": 1}))["param"] == "frobnicate"
     assert error_of(*serve.post("/tokenize", {"model": "echo"}))["param"] == "prompt"
     assert error_of(*serve.post("/detokenize", {"tokens": [-1]}))["param"] == "tokens[0]"
+    assert error_of(*serve.post("/detokenize", {"tokens": [65, 1_000_000]}))["param"] == "tokens[1]"
     assert error_of(*serve.post("/tokenize", {"model": "unknown", "prompt": "x"}), 404)["param"] == "model"
     error_of(*serve.post("/tokenize", "{"))
 

@@ -38,10 +38,15 @@ class TestedEngine(SglangEngine):
     __test__ = False
 
     def __init__(
-        self, model: Path, mode: Literal["null", "prefill", "decode"] = "null", *more: str, **options: Any
+        self,
+        model: Path,
+        mode: Literal["null", "prefill", "decode"] = "null",
+        *more: str,
+        from_encoders: bool = False,
+        **options: Any,
     ) -> None:
         chosen = SglangOptions(**({"metrics": False} | options))
-        super().__init__(chosen, (*CPU, *more), model, "tiny", LaunchMode(mode))
+        super().__init__(chosen, (*CPU, *more), model, "tiny", LaunchMode(mode), from_encoders=from_encoders)
         self.given: list[RequestId] = []
         self.is_stopped = False
 

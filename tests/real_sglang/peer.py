@@ -4,15 +4,19 @@ Usage: peer.py MODEL MODE [SGLANG ARGUMENT]... It reads commands as JSON, one a 
 """
 
 import asyncio
+import base64
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from baton.errors import BatonError
 from baton.ports.engine import Work
 from baton.protocol.handoff import Bootstrap, Consume, Handoff, LocalProbe, Produce
 from baton.protocol.ids import RequestId
+from baton.protocol.media import EncodedItem, MediaEmbedding
 from baton.protocol.outputs import TokenDelta
 from baton.protocol.requests import Sampling, StopConditions
 from tests.real_sglang.engines import TestedEngine
@@ -32,6 +36,34 @@ def handoff_of(order: dict[str, Any]) -> Handoff | None:
     return Produce(bootstrap=place) if order["do"] == "produce" else Consume(source=place)
 
 
+def media_of(order: dict[str, Any]) -> tuple[MediaEmbedding, ...]:
+    """Return the media of an order, which `media_order` has written."""
+    return tuple(
+        MediaEmbedding(
+            item=msgspec.convert(each["item"], EncodedItem),
+            position=each["position"],
+            dtype=each["dtype"],
+            size=each["size"],
+            data=None if each["data"] is None else memoryview(base64.b64decode(each["data"])),
+        )
+        for each in order.get("media", ())
+    )
+
+
+def media_order(media: tuple[MediaEmbedding, ...]) -> list[dict[str, Any]]:
+    """Return media as JSON."""
+    return [
+        {
+            "item": msgspec.to_builtins(each.item),
+            "position": each.position,
+            "dtype": each.dtype,
+            "size": each.size,
+            "data": None if each.data is None else base64.b64encode(each.data).decode(),
+        }
+        for each in media
+    ]
+
+
 async def generate(engine: TestedEngine, order: dict[str, Any]) -> None:
     """Answer with the tokens of one request, and with what it failed with."""
     tokens: list[int] = []
@@ -41,6 +73,7 @@ async def generate(engine: TestedEngine, order: dict[str, Any]) -> None:
             Work(
                 request_id=RequestId(order["id"]),
                 token_ids=tuple(order["prompt"]),
+                media=media_of(order),
                 max_tokens=order.get("tokens", 1),
                 sampling=Sampling(temperature=0.0),
                 stop=StopConditions(ignore_eos=True),

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 PEER = Path(__file__).parent / "peer.py"
+START_S = 600.0  # two start at once, on a machine that may be busy
 
 
 class Peer:
@@ -34,7 +35,7 @@ class Peer:
                 | {"PYTHONPATH": os.pathsep.join([str(PEER.parents[2]), os.environ.get("PYTHONPATH", "")])},
             )
         )
-        peer.place = await peer.answer("port", limit_s=180)
+        peer.place = await peer.answer("port", limit_s=START_S)
         return peer
 
     def order(self, **order: object) -> None:
@@ -63,7 +64,7 @@ class Peer:
     async def stop(self) -> None:
         """Ask it to end, and wait."""
         self.order(do="stop")
-        await asyncio.wait_for(self.process.wait(), 30)
+        await asyncio.wait_for(self.process.wait(), 120)
 
     async def _read(self) -> None:
         assert self.process.stdout is not None

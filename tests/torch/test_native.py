@@ -233,7 +233,7 @@ class Prompt:
     def reference(self) -> Tensor:
         """Return the logits of all rows as torch computes them, in float32."""
         need_library()
-        weights = Weights(*(_wide(part) for part in self.weights))
+        weights = Weights(*(wide(part) for part in self.weights))
         layers, slots = self.config.layers, self.kv.shape[2] * self.block
         kv = torch.zeros(layers, 2, slots, self.config.kv_heads, self.config.head_dim)
         model = LlamaModel(self.config, weights, kv, self.cos, self.sin)
@@ -244,7 +244,7 @@ class Prompt:
         )
 
 
-def _wide(part: Tensor | tuple[Layer, ...]) -> Tensor | tuple[Layer, ...]:
+def wide(part: Tensor | tuple[Layer, ...]) -> Tensor | tuple[Layer, ...]:
     if isinstance(part, Tensor):
         return part.float()
     return tuple(Layer(*(None if tensor is None else tensor.float() for tensor in layer)) for layer in part)

@@ -5,8 +5,13 @@ from baton.config.settings import Settings
 
 
 def _worker(settings: Settings) -> int:
-    from baton.engines.registry import prepare_model
+    from baton.engines.registry import prepare_model, prepare_tokenizer
 
+    if settings.role == "process":
+        settings = prepare_runtime(prepare_tokenizer(settings))
+        from baton.process.text_processor import run_text_processor
+
+        return run_text_processor(settings)
     # Before there is an event loop, and before the runtime's environment turns model hubs off.
     settings = prepare_model(settings)
     settings = prepare_runtime(settings)

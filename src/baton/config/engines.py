@@ -143,8 +143,13 @@ class EchoOptions(msgspec.Struct, frozen=True, kw_only=True):
     blocks: Annotated[int, Meta(ge=1, description="Number of KV blocks, of 16 tokens each.")] = 131_072
     max_running: Annotated[int, Meta(ge=1, description="Maximum number of running requests; others wait.")] = 4096
     media: Annotated[
-        bool, Meta(description="Accept images, encode them for other workers, and output their sizes; for tests.")
+        bool,
+        Meta(
+            description="Accept images, encode them for this and other workers, and output their sizes and digests; for"
+            " tests."
+        ),
     ] = False
+    encode_ms: Annotated[Ms, Meta(description="Milliseconds that encoding an image takes, with media.")] = 0.0
     script: Annotated[
         str,
         Meta(

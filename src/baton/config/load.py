@@ -117,15 +117,19 @@ def _refuse_contradictions(settings: Settings) -> None:
     _check_worker_counts(settings)
     if settings.router_policy and settings.router != "kv":
         raise ConfigError("a policy is applied by the KV router only: add --router kv, or drop --router-policy")
-    disaggregated = settings.prefill or settings.role in ("prefill", "decode", "encode")
-    if settings.model_input == "text" and disaggregated:
+    if settings.model_input == "text":
+        _check_text_input(settings)
+
+
+def _check_text_input(settings: Settings) -> None:
+    if settings.prefill or settings.role in ("prefill", "decode", "encode"):
         raise ConfigError(
             "prefill, decode and encode workers take tokens only, because the frontend calls several of them with the"
             " tokens of one prompt: drop --model-input text"
         )
-    if settings.model_input == "text" and not _PARSED_NEVER.issuperset(
-        (settings.tool_call_parser, settings.reasoning_parser)
-    ):
+    if settings.process or settings.role == "process":
+        raise ConfigError("process workers take text and send tokens to the other workers: drop --model-input text")
+    if not _PARSED_NEVER.issuperset((settings.tool_call_parser, settings.reasoning_parser)):
         raise ConfigError(
             "the frontend parses tool calls and reasoning only of workers that take tokens: drop --model-input text,"
             " or --tool-call-parser and --reasoning-parser"
@@ -138,8 +142,8 @@ def _check_worker_counts(settings: Settings) -> None:
         raise ConfigError(f"prefill and decode workers need each other: add {missing}")
     if settings.prefill and settings.workers != 1:
         raise ConfigError("--workers starts aggregated workers: drop it, or --prefill and --decode")
-    if settings.topology and (settings.prefill or settings.encode or settings.workers != 1):
-        raise ConfigError("--topology defines the workers: drop --workers, --prefill, --decode and --encode")
+    if settings.topology and (settings.prefill or settings.workers != 1):
+        raise ConfigError("--topology defines the workers: drop --workers, --prefill and --decode")
 
 
 def _explain(problem: str) -> str:

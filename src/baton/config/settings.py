@@ -49,7 +49,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: Annotated[
         str,
         _about(
-            "Model directory, Hugging Face id, or a demo model (smollm2, minilm). Empty: the engine's default model.",
+            "Model directory, Hugging Face id, or a demo model (smollm2, smolsee, minilm). Empty: the engine's default"
+            " model.",
             _WORK_ROUTE,
             "--model-path",
         ),
@@ -74,8 +75,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 0
     role: Annotated[
-        Literal["auto", "aggregated", "prefill", "decode", "embed", "encode"],
-        _about("Role of the worker. auto: aggregated, or embed for an embedding model.", _WORK),
+        Literal["auto", "aggregated", "prefill", "decode", "embed", "encode", "process"],
+        _about(
+            "Role of the worker. auto: aggregated, or embed for an embedding model. process: tokenizer and chat"
+            " template in front of workers of the other roles.",
+            _WORK,
+        ),
     ] = "auto"
     model_input: Annotated[
         Literal["tokens", "text"],
@@ -126,6 +131,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(ge=0, le=256),
         _about("Number of encode workers to start in addition, for images in prompts.", _SERVE),
     ] = 0
+    process: Annotated[
+        int,
+        Meta(ge=0, le=256),
+        _about(
+            "Number of process workers to start in addition. They apply the chat template and tokenize instead of the"
+            " frontend, and send tokens to the other workers. For models whose template the frontend cannot apply.",
+            _SERVE,
+        ),
+    ] = 0
+    language_namespace: Annotated[
+        str,
+        Meta(pattern="^[a-z0-9_-]*$"),
+        _about(
+            "Discovery namespace of the workers behind process workers. Empty: --namespace with -language added.",
+            _WORK,
+        ),
+    ] = ""
     topology: Annotated[
         str, _about("File that lists worker pools and the rules by which the global router selects one.", _ROUTE)
     ] = ""
@@ -207,7 +229,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "How the frontend selects a worker. power-of-two: the less busy one of two random workers. least-loaded:"
             " the one with the fewest requests. direct: the one that the request names. kv: prefers the one whose"
             " prefix cache holds most of the prompt.",
-            _FRONT,
+            _WORK_FRONT,
         ),
     ] = "round-robin"
     router_prefill: Annotated[
@@ -221,7 +243,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _about(
             "YAML file of the runtime's KV router with classes of requests, their queues, and how workers are selected."
             " Requires --router kv.",
-            _FRONT,
+            _WORK_FRONT,
         ),
     ] = ""
     session_affinity: Annotated[
@@ -243,13 +265,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _about(
             "Fraction of KV blocks in use above which a worker receives no new requests; clients get 529 when all"
             " workers are above it. 0: off, requests queue in the workers.",
-            _FRONT,
+            _WORK_FRONT,
         ),
     ] = 0.0
     migrations: Annotated[
         int,
         Meta(ge=0, le=100),
-        _about("Number of times a request may move to another worker after its worker failed.", _FRONT),
+        _about("Number of times a request may move to another worker after its worker failed.", _WORK_FRONT),
     ] = 3
     namespace: Annotated[
         str,
@@ -396,6 +418,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def first_name(self) -> str:
         """The name that the engine has for its model; "" before the model is prepared."""
         return next(iter(self.served_names), "")
+
+    @property
+    def language_worker_namespace(self) -> str:
+        """The namespace of the workers behind process workers. No frontend looks there."""
+        return self.language_namespace or f"{self.namespace}-language"
 
     @property
     def accepts_commands(self) -> bool:

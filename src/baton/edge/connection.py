@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, cast
 import httptools
 
 from baton.edge.access import Client
+from baton.edge.answer_writer import AnswerWriter
 from baton.edge.errors import Problem, error_answer
 from baton.edge.exchange import Exchange
 from baton.edge.heads import assign_id
-from baton.edge.messages import Answer, Headers, Request, answer_head, request_head
+from baton.edge.messages import Request, request_head
 
 if TYPE_CHECKING:
     from baton.edge.server import Edge
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_LAST_CHUNK = b"0\r\n\r\n"
 _UPGRADE_HEADERS = frozenset((b"upgrade", b"connection", b"http2-settings"))
 _FRAMING_SHARE = 8
 """A chunk of one byte needs five more."""
@@ -48,14 +48,11 @@ class ClientConnection(asyncio.Protocol):
         "_admitted",
         "_body",
         "_body_bytes",
-        "_chunked",
         "_client_sends",
         "_edge",
         "_exchange",
         "_framing_bytes",
         "_head_bytes",
-        "_last_request",
-        "_out",
         "_owes_continue",
         "_parser",
         "_paused_reading",
@@ -63,14 +60,15 @@ class ClientConnection(asyncio.Protocol):
         "_queue",
         "_reading",
         "_request",
-        "_skips_body",
         "_transport",
+        "_writer",
         "deadline",
     )
 
     def __init__(self, edge: "Edge") -> None:
         self._edge = edge
         self._transport: asyncio.Transport | None = None
+        self._writer: AnswerWriter | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._reading = Reading.HEAD
         self._request: Request | None = None
@@ -85,11 +83,6 @@ class ClientConnection(asyncio.Protocol):
         self._client_sends = True
         self._paused_reading = False
         self._paused_writing = False
-        self._last_request = False
-        self._chunked = False
-        self._skips_body = False
-        self._out: list[bytes] = []
-        """What the next flush sends, in one system call."""
         self.deadline = math.inf
         """When the connection is closed unless something happens before, in the time of the event loop."""
 
@@ -118,8 +111,10 @@ class ClientConnection(asyncio.Protocol):
 
     def close_when_idle(self) -> None:
         """Close the connection after the request in progress, or now without one."""
-        self._last_request = True
-        if self.awaits_head and self._request is None and self._transport is not None:
+        if self._transport is None or self._writer is None:
+            return
+        self._writer.closes = True
+        if self.awaits_head and self._request is None:
             self._transport.close()
 
     def abort(self) -> None:
@@ -131,6 +126,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._writer = AnswerWriter(self._edge, self._transport, self._answered)
         self._set_deadline(self._edge.limits.head_timeout_s)
         if not self._edge.add(self):
             message = "the server has no connection left; try again"
@@ -159,8 +155,9 @@ class ClientConnection(asyncio.Protocol):
         """Keep the connection for an answer that needs no computing; otherwise the client has left."""
         self._client_sends = False
         assert self._transport is not None
+        assert self._writer is not None
         if self._exchange is not None and not self._exchange.generates and self._transport.can_write_eof():
-            self._last_request = True
+            self._writer.closes = True
             return True
         if self._exchange is not None:
             self.abort()
@@ -173,8 +170,9 @@ class ClientConnection(asyncio.Protocol):
             exchange.cancel()
         self._leave()
         self._queue.clear()
-        self._out.clear()
-        self._transport = None
+        if self._writer is not None:
+            self._writer.detach()
+        self._transport = self._writer = None
         del self._parser  # which refers to this object
 
     def pause_writing(self) -> None:
@@ -261,63 +259,6 @@ class ClientConnection(asyncio.Protocol):
             self._paused_reading = True
             self._transport.pause_reading()
 
-    # What exchanges write: see `Writer`.
-
-    def write_head(self, request: Request, status: int, headers: Headers, length: int | None) -> None:
-        """See `Writer`."""
-        self._edge.counts.answered(request.route, status)
-        if length is not None:
-            headers.append((b"content-length", b"%d" % length))
-        elif request.http11 and status != 204:
-            headers.append((b"transfer-encoding", b"chunked"))
-            self._chunked = True
-        else:
-            self._last_request = True
-        if not request.keep_alive or self._last_request:
-            self._last_request = True
-            headers.append((b"connection", b"close"))
-        self._skips_body = request.method == "HEAD"
-        self._out.append(answer_head(status, headers + self._edge.answer_headers(request)))
-
-    def write_body(self, data: bytes) -> None:
-        """See `Writer`."""
-        if not self._skips_body:
-            self._out.append(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-
-    def write_end(self) -> None:
-        """See `Writer`."""
-        if self._chunked:
-            self._chunked = False
-            if not self._skips_body:
-                self._out.append(_LAST_CHUNK)
-        self._finish()
-
-    def write_answer(self, request: Request, answer: Answer) -> None:
-        """See `Writer`."""
-        headers: Headers = [*answer.headers]
-        if answer.body:
-            headers.append((b"content-type", answer.content_type))
-        self.write_head(request, answer.status, headers, len(answer.body))
-        if answer.body:
-            self.write_body(answer.body)
-        self._finish()
-
-    def break_off(self) -> None:
-        """See `Writer`."""
-        self._exchange = None
-        self.flush()
-        if self._transport is not None:
-            self._transport.close()
-
-    def flush(self) -> None:
-        """See `Writer`."""
-        if self._out and self._transport is not None:
-            out, self._out = self._out, []
-            if len(out) == 1:
-                self._transport.write(out[0])
-            else:
-                self._transport.writelines(out)
-
     def _next(self) -> None:
         """Start the exchanges of waiting requests, until one of them takes its time."""
         while self._queue and self._is_free():
@@ -332,25 +273,30 @@ class ClientConnection(asyncio.Protocol):
         return writable and self._exchange is None and not self._paused_writing
 
     def _start(self, request: Request) -> None:
+        assert self._writer is not None
         route = request.route
-        if request.problem is None and route is not None and route.generates and request.client is not None:
-            request.problem = request.client.admit(self._edge.now())
-            self._admitted = request.client if request.problem is None else None
+        if request.problem is None and route is not None and route.generates:
+            self._admit(request)
         if request.problem is not None or route is None:
             problem = request.problem or Problem(status=404, message="not found")
             style = route.style if route is not None else "openai"
-            self.write_answer(request, error_answer(problem, style, request.request_id))
+            self._writer.write_answer(request, error_answer(problem, style, request.request_id))
             return
-        self._exchange = Exchange(self._edge, self, request, route)
+        self._exchange = Exchange(self._edge, self._writer, request, route)
         self._exchange.start()
 
-    def _finish(self) -> None:
+    def _admit(self, request: Request) -> None:
+        """Count the request for its client, or refuse it."""
+        if request.client is not None:
+            request.problem = request.client.admit(self._edge.now())
+            self._admitted = request.client if request.problem is None else None
+
+    def _answered(self) -> None:
         """The answer is complete: go on to the next request, or close."""
-        self.flush()
         waiting = self._exchange is not None
         self._exchange = None
         self._leave()
-        if self._last_request:
+        if self._writer is not None and self._writer.closes:
             self._close_after_answer()
         elif waiting:
             self._next()

@@ -270,7 +270,8 @@ class Exchange:
         self._refuse(self._problem(body))
 
     def _problem(self, body: bytes) -> Problem:
-        return problem_from_frontend(self._status, body, self._edge.take_reason(self._request.request_id))
+        reason = self._edge.take_reason(self._request.request_id)
+        return problem_from_frontend(self._route.path, self._status, body, reason)
 
     def _rewritten(self, data: bytes) -> bytes:
         identity = self._request.request_id
@@ -319,7 +320,7 @@ class Sender:
         if status == 404 and (missing := await edge.models.explain_missing(request, edge, edge.now())) is not None:
             raise ProblemError(missing)
         if status >= 400:
-            raise ProblemError(problem_from_frontend(status, answer, edge.take_reason(request.request_id)))
+            raise ProblemError(problem_from_frontend(route.path, status, answer, edge.take_reason(request.request_id)))
         decoded = msgspec.json.decode(answer, type=Json)
         return decoded if route.normalise is None else route.normalise(route.path, decoded)
 

@@ -19,6 +19,12 @@ _FIELD = re.compile(r"([a-z_][a-zA-Z0-9_.\[\]]*): ")
 _UNSUPPORTED = re.compile(r"parameter\(s\): `([^`]+)`")
 _CODES = {500: "internal", 503: "service_unavailable", 504: "deadline_exceeded", 529: "overloaded"}
 _WITH_RETRY = (429, 503, 529)
+_PROMPT_FIELDS = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+}
 
 
 def _all_errors(cls: type[BatonError] = BatonError) -> Iterator[type[BatonError]]:
@@ -31,9 +37,9 @@ def _all_errors(cls: type[BatonError] = BatonError) -> Iterator[type[BatonError]
 _STATUS_BY_CODE = {cls.code: cls.status for cls in reversed(tuple(_all_errors()))}
 
 
-def problem_from_frontend(status: int, body: bytes, reason: str | None) -> Problem:
-    """Return the problem in an answer of the frontend that is not a success."""
-    return _problem(status, _message(body), reason)
+def problem_from_frontend(path: str, status: int, body: bytes, reason: str | None) -> Problem:
+    """Return the problem in an answer of the frontend on the route `path` that is not a success."""
+    return _with_public_field(_problem(status, _message(body), reason), path)
 
 
 def has_error_event(data: bytes) -> bool:
@@ -73,6 +79,16 @@ def _problem(status: int, message: str, reason: str | None) -> Problem:
         param=_param(message) if status == 400 else None,
         retry_after_s=RETRY_AFTER_S if status in _WITH_RETRY else None,
     )
+
+
+def _with_public_field(problem: Problem, path: str) -> Problem:
+    """Return the problem with the client's name of the field that a worker names."""
+    field = problem.param or ""
+    prompt = _PROMPT_FIELDS.get(path)
+    if prompt is None or not field.startswith("token_ids"):
+        return problem
+    message = problem.message.replace(f"{field}: ", f"{prompt}: ", 1)
+    return msgspec.structs.replace(problem, message=message, param=prompt)
 
 
 def _code(status: int, message: str) -> str | None:

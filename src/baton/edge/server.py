@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine
@@ -25,6 +26,8 @@ from baton.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
+UNSENT_BYTES = 64 * 1024
+"""How much of an answer the kernel holds that the client's end has no room for. What is on its way is not bounded."""
 TICK_S = 1.0
 MODELS_INTERVAL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
@@ -66,6 +69,8 @@ class Edge:
     async def start(self, host: str, port: int) -> None:
         """Listen. Raises ConfigError, naming the flag, if the address cannot be used."""
         listener = open_listener(host, port, BACKLOG, "--host", "--port")
+        # Connections inherit it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self.address, self.port = listener.getsockname()[:2]
         self._loop = asyncio.get_running_loop()
         self._set_date()

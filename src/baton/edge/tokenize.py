@@ -18,7 +18,6 @@ from baton.edge.fields.wording import field_error
 from baton.edge.messages import Answer, Request
 from baton.edge.routes import Frontend, Json
 from baton.edge.served_models import ServedModels
-from baton.edge.template_messages import template_messages
 from baton.models.tokenizer import HubTokenizer
 from baton.ports.runtime import ModelCard
 
@@ -97,7 +96,14 @@ class TokenizeRoutes:
         """Answer `/detokenize`."""
         asked = _decode(request.body, DetokenizeRequest)
         card = self._models.card(asked.model)
-        return _answer(await self._run(card, lambda tokenizer: DetokenizeAnswer(prompt=tokenizer.decode(asked.tokens))))
+
+        def work(tokenizer: HubTokenizer) -> DetokenizeAnswer:
+            if (unknown := tokenizer.unknown(asked.tokens)) is not None:
+                message = f"Token {asked.tokens[unknown]} is not in the vocabulary of the model {card.name!r}."
+                raise FieldError(f"tokens[{unknown}]", message, code="invalid_value")
+            return DetokenizeAnswer(prompt=tokenizer.decode(asked.tokens))
+
+        return _answer(await self._run(card, work))
 
     async def count_tokens(self, request: Request, frontend: Frontend) -> Answer:
         """Answer `/v1/messages/count_tokens`."""
@@ -129,7 +135,7 @@ def _rendered(tokenizer: HubTokenizer, asked: TokenizeRequest) -> str:
     variables: Json = {**(asked.chat_template_kwargs or {}), "add_generation_prompt": asked.add_generation_prompt}
     if asked.tools:
         variables["tools"] = asked.tools
-    return tokenizer.render_chat(template_messages(asked.messages or []), variables)
+    return tokenizer.render_chat(asked.messages or [], variables)
 
 
 def _decode(body: bytes, kind: type[Kind]) -> Kind:

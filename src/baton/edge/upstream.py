@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 IDLE_S = 10.0
 """Below the 30 s after which the frontend may close an idle connection, so that no request meets the close."""
 CONNECT_TIMEOUT_S = 5.0
+RECEIVE_BYTES = 64 * 1024
+SEGMENT_BYTES = 8 * 1024
+"""Bound what the kernel holds of an answer that is not read, and so how much of it a worker computes for nobody. The
+frontend's end of the connection grows its buffer with the segments on their way, and loopback makes those large."""
 
 
 class Receiver(Protocol):
@@ -279,6 +283,7 @@ class UpstreamPool:
         connection = UpstreamConnection(self)
         try:
             sock.setblocking(False)
+            _bound_buffers(sock)
             sock.bind((self._host, 0))
             connection.source_port = sock.getsockname()[1]
             if self._guard is not None:
@@ -292,6 +297,12 @@ class UpstreamPool:
             sock.close()
             raise
         return connection
+
+
+def _bound_buffers(sock: socket.socket) -> None:
+    """Called before `connect`: the size of segments is agreed on there."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
 
 
 class Opened(Protocol):

@@ -6,7 +6,16 @@ in order always knows the parent of a block, stores a block once, and removes on
 
 from collections.abc import Iterable, Sequence, Set
 
-from baton.protocol.events import KvCleared, KvEvent, KvRemoved, KvStored
+from baton.protocol.events import KvCleared, KvEvent, KvRemoved, KvStored, RoutedRows
+
+
+def rows_within(rows: Iterable[RoutedRows], start: int, stop: int) -> tuple[RoutedRows, ...]:
+    """Return the parts of `rows` among tokens [start, stop), counted from `start`."""
+    return tuple(
+        RoutedRows(max(row.start, start) - start, min(row.stop, stop) - start, row.routing_hash)
+        for row in rows
+        if row.start < stop and row.stop > start
+    )
 
 
 class KvLedger:
@@ -58,8 +67,11 @@ class KvLedger:
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        media: Iterable[RoutedRows] = (),
     ) -> list[KvEvent]:
         """The engine has stored a chain of blocks after `parent_hash`. Each run of unpublished blocks is one event.
+
+        `media` are rows of media among `token_ids`.
 
         A chain whose parent is not published is dropped, because a router could not place it; so is one whose blocks
         are not full.
@@ -81,6 +93,7 @@ class KvLedger:
                     dp_rank=self._dp_rank,
                     lora_name=lora_name,
                     cache_salt=cache_salt,
+                    media=rows_within(media, start * size, stop * size),
                 )
             )
         return events

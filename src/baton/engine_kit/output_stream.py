@@ -94,9 +94,12 @@ class OutputStream:
         """Whether nothing more can be written."""
         return self._open == 0 or self._error is not None
 
-    def cached(self, tokens: int) -> None:
-        """Add how much of the prompt was in the prefix cache; it is read with the first tokens."""
-        self._prompt += (PromptCached(tokens),)
+    def cached(self, tokens: int, prompt_tokens: int | None = None) -> None:
+        """Add how much of the prompt was in the prefix cache, and how long an engine's own prompt is.
+
+        It is read with the first tokens.
+        """
+        self._prompt += (PromptCached(tokens, prompt_tokens),)
 
     def scored(self, logprobs: Logprobs) -> None:
         """Add the log-probabilities of the prompt; they are read with the first tokens."""

@@ -3,6 +3,7 @@
 The file is read and never mapped: a trainer may replace or shorten it while it is in use.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Self
@@ -55,6 +56,13 @@ class SafetensorsFile:
         """Fill `buffer`, which has the length of the tensor `name`, with its bytes. Raises ConfigError."""
         self._fill(buffer, self._start + self.tensors[name].data_offsets[0])
 
+    def read_part(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """Fill `buffer` with bytes of the tensor `name`, from its byte `start` on. Raises ConfigError."""
+        first, end = self.tensors[name].data_offsets
+        if not 0 <= start <= end - first - len(buffer):
+            raise ValueError(f"{name} has no bytes {start} to {start + len(buffer)}")
+        self._fill(buffer, self._start + first + start)
+
     def close(self) -> None:
         """Close the file. Idempotent."""
         if not self._closed:
@@ -96,3 +104,20 @@ class SafetensorsFile:
             read_fully(self._descriptor, buffer, offset)
         except (EOFError, OSError) as error:
             raise ConfigError(f"{self._path} cannot be read: {error}") from None
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of the model in `directory`. Raises ConfigError."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"cannot read {index}: {error!r}") from None
+        if any(Path(name).name != name for name in names):
+            raise ConfigError(f"{index} names files outside its directory")
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    if not single.is_file():
+        raise ConfigError(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
+    return [single]

@@ -4,14 +4,14 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from baton.config.directories import cache_directory
 from baton.config.engines import ExpertOptions
 from baton.config.settings import Settings
-from baton.engines.echo.engine import MODEL_DIR, EchoEngine
+from baton.engines.echo.engine import MODEL_DIR, VISION_MODEL_DIR, EchoEngine
 from baton.errors import ConfigError
 from baton.models.chat_template import read_all_templates, read_template_file
 from baton.models.directory import read_config, resolve_model, served_name
@@ -19,12 +19,16 @@ from baton.models.families import REASONING, TOOL_CALLS, find_parser
 from baton.models.sentence import is_sentence_model
 from baton.ports.engine import Engine
 
+if TYPE_CHECKING:
+    from baton.engines.torch.engine import TorchEngine
+
 
 def _echo(settings: Settings) -> Engine:
     options = settings.echo
     if settings.context_length:
         options = msgspec.structs.replace(options, context=settings.context_length)
-    return EchoEngine(options, Path(settings.model), settings.first_name)
+    keeps_kv = settings.role in ("prefill", "decode")
+    return EchoEngine(options, Path(settings.model), settings.first_name, keeps_kv)
 
 
 def _torch(settings: Settings) -> Engine:
@@ -35,10 +39,24 @@ def _torch(settings: Settings) -> Engine:
         if settings.context_length:
             raise ConfigError("the files of an embedding model set its context length: drop --context-length")
         return TorchEmbedder(settings.torch, directory, name)
-    from baton.engines.torch.engine import TorchEngine
+    if settings.role == "encode":
+        from baton.engines.torch.vision_engine import TorchVisionEngine
 
+        return TorchVisionEngine(settings.torch, directory, name)
     options = msgspec.structs.replace(settings.torch, context=settings.context_length)
-    return TorchEngine(options, directory, name, exports_kv=settings.role == "prefill")
+    return _torch_generate(settings)(options, directory, name, exports_kv=settings.role == "prefill")
+
+
+def _torch_generate(settings: Settings) -> "type[TorchEngine]":
+    """Return the engine class: with the vision tower of a model that has one, unless others encode for this worker."""
+    from baton.engines.torch.engine import TorchEngine
+    from baton.engines.torch.models.vision_language import has_media
+
+    if settings.role == "decode" or settings.media.local_encoding == "never" or not has_media(Path(settings.model)):
+        return TorchEngine
+    from baton.engines.torch.vision_language_engine import TorchVisionLanguageEngine
+
+    return TorchVisionLanguageEngine
 
 
 def _sglang(settings: Settings) -> Engine:
@@ -49,8 +67,12 @@ def _sglang(settings: Settings) -> Engine:
     model, name = Path(settings.model), settings.first_name
     if embeds(settings):
         return SglangEmbedder(options, args, model, name)
+    if settings.role == "encode":
+        from baton.engines.sglang.encoder import SglangEncoder
+
+        return SglangEncoder(options, args, model, name)
     mode = LaunchMode(settings.role) if settings.role in ("prefill", "decode") else LaunchMode()
-    return SglangEngine(options, args, model, name, mode, settings.experts)
+    return SglangEngine(options, args, model, name, mode, settings.experts, settings.media.encoders)
 
 
 def _with_context_length(settings: Settings, flag: str) -> tuple[str, ...]:
@@ -145,7 +167,7 @@ def prepare_model(settings: Settings) -> Settings:
         raise ConfigError(f"the engine {settings.engine} takes no arguments after --: drop {settings.engine_args[0]}")
     if settings.experts != ExpertOptions() and settings.engine != "sglang":
         raise ConfigError(f"the engine {settings.engine} has no expert parallelism: drop the --experts-* settings")
-    model = settings.model or kind.own_model
+    model = settings.model or _own_model(settings, kind)
     directory = resolve_model(model, cache_directory(settings) / "models")
     if kind.weights and not any(directory.glob(kind.weights)):
         raise ConfigError(f"model directory {str(directory)!r} has no weights: no file {kind.weights}")
@@ -153,14 +175,18 @@ def prepare_model(settings: Settings) -> Settings:
     return _prepare_chat(msgspec.structs.replace(settings, model=str(directory), name=name))
 
 
+def _own_model(settings: Settings, kind: Kind) -> str:
+    return str(VISION_MODEL_DIR) if settings.engine == "echo" and settings.echo.media else kind.own_model
+
+
 def prepare_tokenizer(settings: Settings) -> Settings:
     """Return the settings with `model` as a local directory with at least tokenizer and configuration.
 
     For processes without an engine: none needs to be installed.
     """
-    model = settings.model or "smollm2"
-    directory = resolve_model(model, cache_directory(settings) / "models", weights=False)
-    name = ",".join(settings.served_names) or served_name(model)
+    kind = ENGINES.get(settings.engine, ENGINES["torch"])
+    directory = resolve_model(settings.model or kind.own_model, cache_directory(settings) / "models", weights=False)
+    name = ",".join(settings.served_names) or (served_name(settings.model) if settings.model else kind.own_name)
     return _prepare_chat(msgspec.structs.replace(settings, model=str(directory), name=name))
 
 

@@ -65,8 +65,10 @@ def admit_encode(request: GenerateRequest, info: EngineInfo, can: Capabilities) 
     _check_prompt(request.token_ids, info, "token_ids")
     if not any((request.media or {}).values()):
         raise InvalidRequest("multi_modal_data: there is nothing to encode")
-    for problem in _unsupported_media(request, can):
-        raise Unsupported(problem)
+    for kind in request.media or ():
+        if kind.removesuffix("_url") not in can.encoded_modalities:
+            modalities = ", ".join(sorted(can.encoded_modalities))
+            raise Unsupported(f"multi_modal_data.{kind}: this engine encodes {modalities} only")
 
 
 def admit_embed(inputs: Sequence[Sequence[int]], info: EngineInfo, first: int = 0) -> None:
@@ -156,8 +158,6 @@ def _unsupported(request: GenerateRequest, can: Capabilities, reasons_first: boo
     yield from _unsupported_guide(request, can, reasons_first)
     yield from _unsupported_output(request, can)
     yield from _unsupported_routing(request, can)
-    if request.encoder_result is None:
-        yield from _unsupported_media(request, can)
 
 
 def _unsupported_sampling(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
@@ -221,15 +221,3 @@ def _unsupported_routing(request: GenerateRequest, can: Capabilities) -> Iterato
         yield "lora_name: this engine has no LoRA adapters"
     if (routing.dp_rank or 0) >= can.dp_size:
         yield f"dp_rank: this engine has {can.dp_size} ranks, and no rank {routing.dp_rank}"
-
-
-def _unsupported_media(request: GenerateRequest, can: Capabilities) -> Iterator[str]:
-    for kind in request.media or ():
-        if kind.removesuffix("_url") in can.modalities:
-            continue
-        if can.media_handles:
-            yield (
-                f"multi_modal_data.{kind}: this engine reads media from encode workers, and none has encoded these:"
-                " there is no encode worker, or encoding failed"
-            )
-        yield f"multi_modal_data.{kind}: this engine takes {', '.join(sorted(can.modalities))} only"

@@ -8,7 +8,7 @@ from baton.handlers.bad_words import with_bad_words
 from baton.handlers.media import MediaInput
 from baton.handlers.prompt_data import no_tokens, without_tokens
 from baton.handlers.relay import relay
-from baton.ports.engine import EngineInfo, GenerateEngine
+from baton.ports.engine import EngineInfo, GenerateEngine, Work
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import TokenTexts
 from baton.protocol.outputs import Chunk
@@ -30,7 +30,7 @@ class AggregatedHandler:
         self._engine = engine
         self._info = info
         self._tracker = tracker
-        self._media_input = media_input or MediaInput()
+        self._media_input = media_input or MediaInput(engine.capabilities, info)
         self._texts = texts
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
@@ -43,15 +43,18 @@ class AggregatedHandler:
                 async for chunk in no_tokens(request, self._texts, tracked):
                     yield chunk
                 return
-            can = self._engine.capabilities
-            work = admit(request, tracked.request_id, self._info, can, context.trace_headers)
-            work = await with_bad_words(work, self._texts, tracked)
-            async with (
-                await self._media_input.load(request, tracked, can) as media,
-                aclosing(
-                    relay(self._engine, media.attach(work), tracked, self._tracker.limits, texts=self._texts)
-                ) as chunks,
-            ):
-                async for chunk in chunks:
-                    media.used()
-                    yield without_tokens(chunk) if scores_only else chunk
+
+            def admitted(token_ids: tuple[int, ...]) -> Work:
+                prompt = request.with_prompt(token_ids)
+                return admit(prompt, tracked.request_id, self._info, self._engine.capabilities, context.trace_headers)
+
+            self._media_input.check(request)
+            work = admitted(request.token_ids)
+            async with await self._media_input.load(request, tracked, context.trace_headers) as media:
+                work = await with_bad_words(media.attach(work, tracked, admitted), self._texts, tracked)
+                async with aclosing(
+                    relay(self._engine, work, tracked, self._tracker.limits, texts=self._texts)
+                ) as chunks:
+                    async for chunk in chunks:
+                        media.used()
+                        yield without_tokens(chunk) if scores_only else chunk

@@ -13,7 +13,7 @@ from baton.handlers.media import LoadedMedia, MediaInput
 from baton.handlers.prompt_data import no_tokens, without_tokens
 from baton.handlers.relay import relay
 from baton.handlers.tickets import cached_tokens_of, engine_params, ticket_of
-from baton.ports.engine import EngineInfo, GenerateEngine, KvImportEngine
+from baton.ports.engine import EngineInfo, GenerateEngine, KvImportEngine, Work
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import TokenTexts
 from baton.ports.transfer import Claim, Consumer
@@ -41,7 +41,7 @@ class DecodeHandler:
         self._info = info
         self._tracker = tracker
         self._consumer = consumer
-        self._media_input = media_input or MediaInput()
+        self._media_input = media_input or MediaInput(engine.capabilities, info)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
@@ -58,22 +58,27 @@ class DecodeHandler:
                         yield chunk
                     return
                 self._refuse_impossible(request)
-                can = self._engine.capabilities
-                work = admit(request, tracked.request_id, self._info, can, context.trace_headers)
-                work = await with_bad_words(work, self._texts, tracked)
+                consume: Consume | None = None
+
+                def admitted(token_ids: tuple[int, ...]) -> Work:
+                    can, prompt = self._engine.capabilities, request.with_prompt(token_ids)
+                    return admit(prompt, tracked.request_id, self._info, can, context.trace_headers, consume)
+
+                if ticket is None:
+                    self._media_input.check(request)
+                work = admitted(request.token_ids)
                 if ticket is not None:
                     claim, handoff = self._claim(request, ticket, tracked)
-                    source = await self._source(request, ticket, claim, tracked)
-                    work = msgspec.structs.replace(work, handoff=Consume(source=source))
-                async with (
-                    await self._media(request, tracked) as media,
-                    aclosing(
-                        relay(self._engine, media.attach(work), tracked, self._tracker.limits, handoff, self._texts)
-                    ) as chunks,
-                ):
-                    async for chunk in chunks:
-                        media.used()
-                        yield without_tokens(chunk) if scores_only else chunk
+                    consume = Consume(source=await self._source(request, ticket, claim, tracked))
+                    work = msgspec.structs.replace(work, handoff=consume)
+                async with await self._media(request, claim, tracked, context) as media:
+                    work = await with_bad_words(media.attach(work, tracked, admitted), self._texts, tracked)
+                    async with aclosing(
+                        relay(self._engine, work, tracked, self._tracker.limits, handoff, self._texts)
+                    ) as chunks:
+                        async for chunk in chunks:
+                            media.used()
+                            yield without_tokens(chunk) if scores_only else chunk
         finally:
             if claim is not None:
                 await claim.close()
@@ -109,8 +114,9 @@ class DecodeHandler:
         host, port = await tracked.scope.wait(claim.bootstrap_address())
         return Bootstrap(host=host, port=port, room=ticket.room)
 
-    async def _media(self, request: GenerateRequest, tracked: TrackedRequest) -> LoadedMedia:
-        has_kv = request.bootstrap is not None or request.prefill_result is not None
-        if has_kv and request.encoder_result is not None:
-            return LoadedMedia()  # they are in the KV, and the prefill worker has claimed them
-        return await self._media_input.load(request, tracked, self._engine.capabilities)
+    async def _media(
+        self, request: GenerateRequest, claim: Claim | None, tracked: TrackedRequest, context: Context
+    ) -> LoadedMedia:
+        if claim is not None:
+            return await self._media_input.from_prefill(request, claim, tracked)
+        return await self._media_input.load(request, tracked, context.trace_headers)

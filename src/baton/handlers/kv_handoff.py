@@ -8,6 +8,7 @@
 `relay` calls them with the outputs of the engine.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -16,6 +17,7 @@ from baton.errors import BatonError, Cancelled, PeerLost
 from baton.handlers.tickets import bootstrap_params, params_of
 from baton.ports.transfer import Claim, Lease, Producer
 from baton.protocol.handoff import Ticket
+from baton.protocol.media import PlacedItem
 from baton.protocol.outputs import Chunk, Finished, HandoffReady, KvComputed, KvWanted, Output, PromptCached, TokenDelta
 from baton.request.tracker import TrackedRequest
 
@@ -42,24 +44,36 @@ class KvNotTaken(PeerLost):
 
 
 class ProduceEarly:
-    """A KvHandoff whose room is known before anything is computed: to both workers, if the ticket `is_given`."""
+    """A KvHandoff whose room is known before anything is computed: to both workers, if the ticket `is_given`.
+
+    `media` are the encoded media of the prompt, once they are known; None if the request names none.
+    """
 
     def __init__(self, producer: Producer, ticket: Ticket, tracked: TrackedRequest, is_given: bool) -> None:
         self.lease: Lease | None = None
+        self.media: Sequence[PlacedItem] | None = None
         self._producer = producer
         self._ticket = ticket
         self._tracked = tracked
-        self._is_given = is_given
+        self.is_given = is_given
+
+    def open(self) -> Lease:
+        """Open the room, unless it is open. Raises KvNotWanted if the decode worker has declined it."""
+        if self.lease is None:
+            try:
+                self.lease = self._producer.offer(self._ticket, self._tracked.prompt_tokens)
+            except Cancelled as error:
+                raise KvNotWanted(error.message) from None
+            self.lease.on_lost(self._lost)
+        return self.lease
 
     def begin(self) -> list[Chunk]:
         """See `KvHandoff.begin`: open the room. Raises KvNotWanted if the decode worker has declined it."""
-        try:
-            self.lease = self._producer.offer(self._ticket, self._tracked.prompt_tokens)
-        except Cancelled as error:
-            raise KvNotWanted(error.message) from None
-        self.lease.on_lost(self._lost)
+        lease = self.open()
+        if self.media is not None:
+            lease.placed(self.media)
         # The frontend treats a prefill without parameters as failed, also if the decode worker has the ticket already.
-        return [Chunk([], disaggregated_params={} if self._is_given else bootstrap_params(self._ticket))]
+        return [Chunk([], disaggregated_params={} if self.is_given else bootstrap_params(self._ticket))]
 
     def filter(self, outputs: list[Output]) -> list[Output]:
         """See `KvHandoff.filter`: offer the blocks that are computed."""
@@ -86,10 +100,16 @@ class ProduceEarly:
 
 
 class ProduceLate:
-    """A KvHandoff whose room opens when all KV is computed, or the engine reports how it can be fetched."""
+    """A KvHandoff whose room opens when all KV is computed, or the engine reports how it can be fetched.
 
-    def __init__(self, producer: Producer, ticket: Ticket, tracked: TrackedRequest) -> None:
+    `media` are the encoded media of the prompt; None if the request names none.
+    """
+
+    def __init__(
+        self, producer: Producer, ticket: Ticket, tracked: TrackedRequest, media: Sequence[PlacedItem] | None
+    ) -> None:
         self.lease: Lease | None = None
+        self._media = media
         self._producer = producer
         self._ticket = ticket
         self._tracked = tracked
@@ -121,6 +141,8 @@ class ProduceLate:
 
     def _open(self) -> Lease:
         self.lease = self._producer.offer(self._ticket, self._tracked.prompt_tokens)
+        if self._media is not None:
+            self.lease.placed(self._media)
         return self.lease
 
 
@@ -148,7 +170,7 @@ class ConsumeByImport:
                     self._settled = True
                     self._claim.give_up()  # the engine had all of it in its prefix cache
                 case PromptCached() if self._claim.cached_tokens is not None:
-                    output = PromptCached(self._claim.cached_tokens)
+                    output = PromptCached(self._claim.cached_tokens, output.prompt_tokens)
                 case Finished() if self._claim.cached_tokens is not None:
                     output = msgspec.structs.replace(output, cached_tokens=self._claim.cached_tokens)
             others.append(output)

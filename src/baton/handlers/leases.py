@@ -6,7 +6,7 @@ import logging
 from baton.errors import BatonError, DeadlineExceeded, PeerLost
 from baton.handlers.media import LoadedMedia
 from baton.handlers.relay import abort
-from baton.ports.engine import AbortableEngine
+from baton.ports.engine import AbortableEngine, HandleEngine
 from baton.ports.transfer import Lease
 from baton.protocol.ids import RequestId
 from baton.request.tracker import RequestLimits
@@ -27,6 +27,12 @@ def fail_lease(lease: Lease | None, error: BaseException) -> None:
     """End `lease`, if there is one, with `error`: the worker that claims it gets the reason."""
     if lease is not None:
         lease.fail(handoff_error(error))
+
+
+def mark_unread(engine: AbortableEngine, request_id: RequestId) -> None:
+    """Before an abort: nobody has read what `engine` holds for the request."""
+    if isinstance(engine, HandleEngine):
+        engine.mark_unread(request_id)
 
 
 class LeaseReaper:
@@ -55,6 +61,8 @@ class LeaseReaper:
             except BatonError as error:
                 log.info("%s the handoff ended: %s", request_id, error.message)
             finally:
+                if not lease.claimed:
+                    mark_unread(self._engine, request_id)
                 await abort(self._engine, request_id, self._limits.abort_timeout_s)
 
     async def _ended(self, lease: Lease) -> None:

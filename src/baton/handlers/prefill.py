@@ -7,7 +7,7 @@ room; a chunk carries a ticket once all KV is computed, the request ends, and th
 """
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -15,13 +15,14 @@ import msgspec
 from baton.handlers.admission import admit
 from baton.handlers.kv_handoff import KvNotTaken, KvNotWanted, ProduceEarly, ProduceLate
 from baton.handlers.leases import LeaseReaper, fail_lease, handoff_error
-from baton.handlers.media import LoadedMedia, MediaInput
+from baton.handlers.media import LoadedMedia, MediaInput, names_media
 from baton.handlers.relay import abort, relay
 from baton.handlers.tickets import new_ticket, ticket_from
 from baton.ports.engine import EngineInfo, GenerateEngine, Work
 from baton.ports.runtime import Context
 from baton.ports.transfer import Producer
 from baton.protocol.handoff import Bootstrap, Produce, Ticket
+from baton.protocol.media import PlacedItem
 from baton.protocol.outputs import Chunk, FinishReason, Usage
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import RequestTracker, TrackedRequest
@@ -42,7 +43,7 @@ class PrefillHandler:
         self._info = info
         self._tracker = tracker
         self._producer = producer
-        self._media_input = media_input or MediaInput()
+        self._media_input = media_input or MediaInput(engine.capabilities, info)
         self._reaper = LeaseReaper(engine, tracker.limits)
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
@@ -52,11 +53,8 @@ class PrefillHandler:
         prompt_tokens = len(request.token_ids)
         try:
             with self._tracker.track(context, prompt_tokens, request.model) as tracked:
-                work = self._admit(request, tracked, context, ticket)
-                async with (
-                    await self._media_input.load(request, tracked, self._engine.capabilities) as media,
-                    aclosing(self._produce(media.attach(work), tracked, ticket, media, ticket is given)) as chunks,
-                ):
+                early = ProduceEarly(self._producer, ticket, tracked, ticket is given) if ticket is not None else None
+                async with aclosing(self._compute(request, tracked, context, ticket, early)) as chunks:
                     async for chunk in chunks:
                         yield chunk
         except (KvNotWanted, KvNotTaken):
@@ -67,6 +65,33 @@ class PrefillHandler:
         except BaseException as error:
             if given is not None:
                 self._producer.refuse(given, handoff_error(error))
+            raise
+
+    async def _compute(
+        self,
+        request: GenerateRequest,
+        tracked: TrackedRequest,
+        context: Context,
+        ticket: Ticket | None,
+        early: ProduceEarly | None,
+    ) -> AsyncGenerator[Chunk, None]:
+        def admitted(token_ids: tuple[int, ...]) -> Work:
+            return self._admit(request.with_prompt(token_ids), tracked, context, ticket)
+
+        self._media_input.check(request)
+        work = admitted(request.token_ids)
+        has_media = names_media(request)
+        try:
+            if early is not None and early.is_given and has_media:
+                early.open()  # the decode worker waits in the room while media are fetched and encoded
+            async with await self._media_input.load(request, tracked, context.trace_headers) as media:
+                work = media.attach(work, tracked, admitted)
+                placed = media.placed if has_media else None
+                async with aclosing(self._produce(work, tracked, early, media, placed)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+        except BaseException as error:
+            fail_lease(early.lease if early is not None else None, error)
             raise
 
     def _choose_room(self, request: GenerateRequest) -> Ticket | None:
@@ -94,12 +119,18 @@ class PrefillHandler:
         return Bootstrap(host=self._info.handoff_host, port=self._info.handoff_port, room=ticket.room)
 
     def _produce(
-        self, work: Work, tracked: TrackedRequest, ticket: Ticket | None, media: LoadedMedia, is_given: bool
+        self,
+        work: Work,
+        tracked: TrackedRequest,
+        early: ProduceEarly | None,
+        media: LoadedMedia,
+        placed: Sequence[PlacedItem] | None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Media of an encode worker stay claimed as long as the KV is held: the decode may need some of them too."""
-        if ticket is None:
-            return self._produce_late(work, tracked, media)
-        return self._produce_early(work, tracked, ProduceEarly(self._producer, ticket, tracked, is_given), media)
+        """Handles of an encode worker stay claimed as long as the KV is held: the decode may need some of them too."""
+        if early is None:
+            return self._produce_late(work, tracked, media, placed)
+        early.media = placed
+        return self._produce_early(work, tracked, early, media)
 
     async def _produce_early(
         self, work: Work, tracked: TrackedRequest, handoff: ProduceEarly, media: LoadedMedia
@@ -115,18 +146,18 @@ class PrefillHandler:
             await tracked.scope.wait(handoff.taken())
             media.used()
         except BaseException as error:
-            fail_lease(handoff.lease, error)
+            fail_lease(handoff.lease, error)  # before the engine frees the blocks
             raise
         finally:
             await abort(self._engine, work.request_id, self._tracker.limits.abort_timeout_s)
         yield _with_length(last)
 
     async def _produce_late(
-        self, work: Work, tracked: TrackedRequest, media: LoadedMedia
+        self, work: Work, tracked: TrackedRequest, media: LoadedMedia, placed: Sequence[PlacedItem] | None
     ) -> AsyncGenerator[Chunk, None]:
         """The request ends with the prefill; the engine frees the KV when the lease ends."""
         ticket = new_ticket(self._producer.address, work.dp_rank or 0, self._engine.capabilities.dp_size)
-        handoff = ProduceLate(self._producer, ticket, tracked)
+        handoff = ProduceLate(self._producer, ticket, tracked, placed)
         try:
             async with aclosing(relay(self._engine, work, tracked, self._tracker.limits, handoff)) as chunks:
                 async for chunk in chunks:

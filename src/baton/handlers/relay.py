@@ -137,6 +137,7 @@ class _Answer:
                     self._tracked.completion_tokens += len(output.token_ids)
                 case PromptCached():
                     self._tracked.cached_tokens = output.tokens
+                    self._tracked.prompt_tokens = output.prompt_tokens or self._tracked.prompt_tokens
                     usage = Usage(self._tracked.prompt_tokens, 0, output.tokens)
                 case Finished():
                     ends.append(output)

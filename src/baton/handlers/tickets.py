@@ -1,7 +1,7 @@
 """Tickets for KV and media that other workers hold: read from requests, created here, written to chunks."""
 
 import secrets
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -9,6 +9,7 @@ from msgspec import Meta
 from baton.errors import InvalidRequest
 from baton.protocol.codec import DecodeError, convert
 from baton.protocol.handoff import MAX_SECRET_BYTES, ROOM_BITS, Bootstrap, Port, PrefillResult, Room, Ticket
+from baton.protocol.media import EncodedMedia
 from baton.protocol.requests import GenerateRequest
 
 SECRET_BYTES = 16
@@ -26,13 +27,22 @@ class _WireTicket(msgspec.Struct, frozen=True):
 
 
 class _Params(msgspec.Struct, frozen=True):
-    """The parameters of a late handoff or of an encode worker: our ticket, and the engine's own parameters.
+    """The parameters of a late handoff or of an encode worker: our ticket, and the engine's own parameters or our rows.
 
-    Both are nested: the frontend would read a `bootstrap_room` at the top level as a room of its own.
+    All are nested: the frontend would read a `bootstrap_room` at the top level as a room of its own.
     """
 
     ticket: _WireTicket
     engine: dict[str, object] = {}
+    media: EncodedMedia | None = None
+
+
+class EncoderResult(NamedTuple):
+    """What an encode worker returned: the ticket of its room, and the engine's parameters or the rows in the room."""
+
+    ticket: Ticket
+    params: dict[str, object]
+    media: EncodedMedia | None
 
 
 def ticket_of(request: GenerateRequest) -> Ticket | None:
@@ -44,10 +54,10 @@ def ticket_of(request: GenerateRequest) -> Ticket | None:
     return _ticket(_read(request.prefill_result.disaggregated_params, _PREFILL).ticket, _PREFILL)
 
 
-def encoder_ticket(result: dict[str, object]) -> tuple[Ticket, dict[str, object]]:
-    """Return the ticket in an `encoder_result` and the engine's parameters. Raises InvalidRequest."""
+def read_encoder_result(result: dict[str, object]) -> EncoderResult:
+    """Return what is in the `encoder_result` of a request. Raises InvalidRequest."""
     params = _read(result, "encoder_result")
-    return _ticket(params.ticket, "encoder_result"), params.engine
+    return EncoderResult(_ticket(params.ticket, "encoder_result"), params.engine, params.media)
 
 
 def engine_params(result: PrefillResult) -> PrefillResult:
@@ -121,3 +131,8 @@ def params_of(ticket: Ticket, engine: dict[str, object] | None = None) -> dict[s
     """Return the ticket and the engine's parameters in the form that the frontend forwards to another worker."""
     wire = {"host": ticket.host, "port": ticket.port, "room": ticket.room, "secret": ticket.secret.hex()}
     return {"ticket": wire} if engine is None else {"ticket": wire, "engine": engine}
+
+
+def rows_params(ticket: Ticket, media: EncodedMedia) -> dict[str, object]:
+    """Return the ticket and the descriptor of its rows in the form that the frontend forwards to another worker."""
+    return {**params_of(ticket), "media": msgspec.to_builtins(media)}

@@ -1,50 +1,55 @@
-"""Fetches a URL under a policy. Every redirect is checked, and only checked addresses are connected to."""
+"""Reads what a URL names, under a policy. Every redirect is checked, and only checked addresses are connected to."""
 
-import asyncio
-import base64
-import binascii
 import logging
 import socket
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from baton.errors import InvalidRequest
-from baton.media.policy import Policy, Refused
+from baton.media.byte_budget import RequestBytes
+from baton.media.data_urls import is_data_url, least_size, read_data_url
+from baton.media.local_files import LocalFiles
+from baton.media.names import NameLookup
+from baton.media.policy import Policy, Refused, refuse_large
+from baton.media.threads import ThreadPool
 from baton.protocol.media import MediaUrl
 
 log = logging.getLogger(__name__)
 
 MAX_HOPS = 5
 CHUNK_BYTES = 256 * 1024
+CONNECTIONS = 256
+CONNECTIONS_PER_HOST = 32
+READERS = 4
 REDIRECTS = (301, 302, 303, 307, 308)
 # No compression: decompressed data could be far larger than the bytes that the limit counts.
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": "baton"}
 
 
 class Fetcher:
-    """Fetches under one policy, with its own connections. Event-loop thread only."""
+    """Fetches under one policy, with its own connections. Event-loop thread only. Raises ConfigError."""
 
     def __init__(self, policy: Policy, resolver: AbstractResolver | None = None) -> None:
         self._policy = policy
         self._resolver = resolver
+        self._local = LocalFiles(policy.options.local_dirs)
+        self._readers = ThreadPool("media-files", READERS)
         self._session: aiohttp.ClientSession | None = None
 
-    async def fetch(self, media: MediaUrl) -> bytes:
-        """Return the content of a URL. Raises InvalidRequest with the place of the URL in the request."""
+    async def fetch(self, media: MediaUrl, share: RequestBytes) -> bytes:
+        """Return the content of a URL, whose bytes are taken from `share`. The caller sets a time limit.
+
+        Raises InvalidRequest with the place of the URL in the request, and what `RequestBytes.take` raises.
+        """
         try:
-            if media.url[:5].lower() == "data:":
-                return await asyncio.to_thread(_read_data_url, media.url, self._policy.options.max_bytes)
-            async with asyncio.timeout(self._policy.options.timeout_s):
-                return await self._get(URL(media.url))
+            return await self._read(media.url, share)
+        except TimeoutError:
+            raise
         except Refused as error:
             problem = str(error)
-        except TimeoutError:
-            problem = f"fetching it took longer than {self._policy.options.timeout_s:g} s"
         except (aiohttp.ClientError, ValueError, OSError) as error:
             problem = _public_reason(error)
             log.info("%s: %s: %r", media.place, problem, error)
@@ -52,11 +57,25 @@ class Fetcher:
 
     async def close(self) -> None:
         """Close every connection. Idempotent."""
+        self._readers.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
-    async def _get(self, url: URL) -> bytes:
+    async def _read(self, url: str, share: RequestBytes) -> bytes:
+        limit = self._policy.options.max_bytes
+        if is_data_url(url):
+            refuse_large(least_size(url), limit)
+            data = await self._readers.run(read_data_url, url)
+        elif url[:5].lower() == "file:":
+            data = await self._readers.run(self._local.read, url, limit)
+        else:
+            return await self._get(URL(url), share)
+        refuse_large(len(data), limit)
+        share.take(len(data))
+        return data
+
+    async def _get(self, url: URL, share: RequestBytes) -> bytes:
         for _ in range(MAX_HOPS):
             self._policy.check_url(url)
             async with self._open().get(url, allow_redirects=False, headers=HEADERS) as response:
@@ -66,23 +85,26 @@ class Fetcher:
                     continue
                 if response.status != 200:
                     raise Refused(f"the host answered with status {response.status}")
-                return await self._read(response)
+                return await self._receive(response, share)
         raise Refused(f"the host redirects more than {MAX_HOPS} times")
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _receive(self, response: aiohttp.ClientResponse, share: RequestBytes) -> bytes:
         limit = self._policy.options.max_bytes
-        _refuse_large(response.content_length or 0, limit)
+        refuse_large(response.content_length or 0, limit)
         data = bytearray()
         async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+            refuse_large(len(data) + len(chunk), limit)
+            share.take(len(chunk))
             data += chunk
-            _refuse_large(len(data), limit)
         return bytes(data)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            resolver = _CheckedResolver(self._policy, self._resolver or ThreadedResolver())
+            resolver = _CheckedResolver(self._policy, self._resolver or NameLookup())
             # Every connection resolves, and so checks, the host again. Proxies of the environment are not used.
-            connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False)
+            connector = aiohttp.TCPConnector(
+                resolver=resolver, use_dns_cache=False, limit=CONNECTIONS, limit_per_host=CONNECTIONS_PER_HOST
+            )
             self._session = aiohttp.ClientSession(
                 connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False, trust_env=False
             )
@@ -115,29 +137,6 @@ class _CheckedResolver(AbstractResolver):
     async def close(self) -> None:
         """See `AbstractResolver.close`."""
         await self._inner.close()
-
-
-def _read_data_url(url: str, limit: int) -> bytes:
-    """Return the content of a data URL. Raises Refused."""
-    head, comma, body = url[5:].partition(",")
-    if not comma:
-        raise Refused("the data URL has no data")
-    if head.lower().endswith(";base64"):
-        _refuse_large(len(body) // 4 * 3 - 2, limit)
-        try:
-            data = base64.b64decode(body, validate=True)
-        except (binascii.Error, ValueError):
-            raise Refused("the data URL is not base64") from None
-    else:
-        _refuse_large(len(body) // 3, limit)
-        data = unquote_to_bytes(body)
-    _refuse_large(len(data), limit)
-    return data
-
-
-def _refuse_large(size: int, limit: int) -> None:
-    if size > limit:
-        raise Refused(f"it is larger than the limit of {limit} bytes")
 
 
 def _public_reason(error: Exception) -> str:

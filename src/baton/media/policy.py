@@ -1,40 +1,45 @@
-"""Which URLs and addresses a worker may fetch for its clients: pure checks before every connection.
+"""Which URLs a worker may fetch for its clients: pure checks before every connection.
 
 A worker fetches a client's URL from inside its own network (server-side request forgery). So it only connects to public
 addresses, unless the operator allows others.
 """
 
 import ipaddress
+import re
 
 from yarl import URL
 
 from baton.config.media import MediaOptions
 from baton.errors import ConfigError
+from baton.media.addresses import Network, effective, is_allowed, is_public
 
 SCHEMES = ("http", "https")
-# IPv6 addresses that a gateway translates into the IPv4 address in their last four bytes.
-NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+# A last label that resolvers read as a number makes the host an IPv4 address in one of many notations.
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
 
 
 class Refused(Exception):
-    """The policy refuses a URL or an address; the message is the reason for the client."""
+    """A URL, an address or what was read is refused; the message is the reason for the client."""
+
+
+def refuse_large(size: int, limit: int) -> None:
+    """Raise Refused if `size` bytes exceed the limit of an item."""
+    if size > limit:
+        raise Refused(f"it is larger than the limit of {limit} bytes")
 
 
 class Policy:
-    """The parsed options. Raises ConfigError for an invalid network."""
+    """The parsed options. Raises ConfigError for an invalid network or domain."""
 
     def __init__(self, options: MediaOptions) -> None:
         self.options = options
-        self._domains = tuple(name.strip().lower().strip(".") for name in options.domains.split(",") if name.strip())
-        self._networks = tuple(_network(text.strip()) for text in options.private.split(",") if text.strip())
+        self._domains = tuple(_domain(name) for name in _listed(options.domains))
+        self._networks = tuple(_network(text) for text in _listed(options.private))
 
     def check_url(self, url: URL) -> None:
         """Raise Refused unless `url` may be fetched. Host names are checked again when they are resolved."""
         if url.scheme not in SCHEMES:
-            raise Refused("only http, https and data URLs are supported")
+            raise Refused("only http, https, data and file URLs are supported, and no redirect to the latter two")
         host = (url.raw_host or "").rstrip(".")
         if not host:
             raise Refused("the URL has no host")
@@ -45,19 +50,31 @@ class Policy:
         if _is_numeric(host):
             self.check_address(host)
 
-    def _allows_host(self, host: str) -> bool:
-        return not self._domains or any(host == name or host.endswith(f".{name}") for name in self._domains)
-
     def check_address(self, address: str) -> None:
         """Raise Refused unless a connection to `address` is allowed."""
         try:
-            parsed = _effective(ipaddress.ip_address(address.partition("%")[0]))
+            parsed = ipaddress.ip_address(address.partition("%")[0])
         except ValueError:
-            raise Refused(f"{address} is not an address") from None
-        if any(parsed in network for network in self._networks):
-            return
-        if not parsed.is_global or parsed.is_multicast:
+            raise Refused(f"{address} is not an address; write an IPv4 address as four decimal numbers") from None
+        reached = effective(parsed)
+        if not is_public(reached) and not is_allowed(reached, self._networks):
             raise Refused("the host's address is not public")
+
+    def _allows_host(self, host: str) -> bool:
+        return not self._domains or any(host == name or host.endswith(f".{name}") for name in self._domains)
+
+
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _domain(name: str) -> str:
+    """Return the domain as URLs have it: lower case, and in ASCII."""
+    try:
+        host = URL.build(scheme="http", host=name.strip(".")).raw_host
+    except ValueError as error:
+        raise ConfigError(f"--media-domains: {name}: {error}") from None
+    return (host or "").lower()
 
 
 def _network(text: str) -> Network:
@@ -68,14 +85,5 @@ def _network(text: str) -> Network:
 
 
 def _is_numeric(host: str) -> bool:
-    """Return whether `host` is used without a lookup. Some of these, like 127.1, are not valid addresses."""
-    return ":" in host or host.replace(".", "").isdigit()
-
-
-def _effective(address: Address) -> Address:
-    """Return the address that packets are delivered to: some IPv6 addresses embed an IPv4 address."""
-    if isinstance(address, ipaddress.IPv4Address):
-        return address
-    if address in NAT64:
-        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    return address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else address)
+    """Return whether resolvers take `host` for an address. Only the usual notation of those passes `check_address`."""
+    return ":" in host or _NUMBER.fullmatch(host.rpartition(".")[2]) is not None

@@ -49,6 +49,30 @@ class TrafficCounts(Protocol):
         """How many seconds, over all requests."""
 
 
+class EmbeddingCounts(Protocol):
+    """Counts of a worker's embedding cache. Read from any thread."""
+
+    @property
+    def hits(self) -> int:
+        """How many items of requests were there."""
+
+    @property
+    def misses(self) -> int:
+        """How many were encoded or fetched."""
+
+    @property
+    def entries(self) -> int:
+        """How many items are there."""
+
+    @property
+    def pinned(self) -> int:
+        """How many of them requests use, or are offered to other workers."""
+
+    @property
+    def used_bytes(self) -> int:
+        """How much memory they take."""
+
+
 class WorkerMetrics:
     """An Observer (see `ports/observer.py`) with the worker's gauges beside it."""
 
@@ -146,6 +170,10 @@ class WorkerMetrics:
         if traffic is not None:
             self.registry.register(_Traffic(traffic))
 
+    def show_embeddings(self, store: EmbeddingCounts) -> None:
+        """Export the embedding cache of this worker, where it has one."""
+        self.registry.register(_Embeddings(store))
+
     def render(self) -> str:
         """Return everything as Prometheus text."""
         return generate_latest(self.registry).decode()
@@ -156,7 +184,9 @@ class _Rooms(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        rooms = GaugeMetricFamily("baton_rooms", "Rooms with KV for decode workers, by state", labels=["state"])
+        rooms = GaugeMetricFamily(
+            "baton_rooms", "Rooms with KV or encoded media for other workers, by state", labels=["state"]
+        )
         for state, number in self._counts.open.items():
             rooms.add_metric([state], number)
         ended = CounterMetricFamily("baton_rooms", "Rooms that have ended, by outcome", labels=["end"])
@@ -165,15 +195,36 @@ class _Rooms(Collector):
         yield from (rooms, ended)
 
 
+class _Embeddings(Collector):
+    def __init__(self, counts: EmbeddingCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts
+        lookups = CounterMetricFamily(
+            "baton_media_cache", "Media of requests that were in the embedding cache, or not", labels=["result"]
+        )
+        lookups.add_metric(["hit"], counts.hits)
+        lookups.add_metric(["miss"], counts.misses)
+        yield lookups
+        yield GaugeMetricFamily("baton_media_cache_bytes", "Embeddings in memory", value=counts.used_bytes)
+        items = GaugeMetricFamily("baton_media_cache_items", "Encoded media in memory, by use", labels=["use"])
+        items.add_metric(["pinned"], counts.pinned)
+        items.add_metric(["cached"], counts.entries - counts.pinned)
+        yield items
+
+
 class _Traffic(Collector):
     def __init__(self, counts: TrafficCounts) -> None:
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        size = CounterMetricFamily("baton_transfer_bytes", "KV fetched from prefill workers", labels=["transport"])
+        size = CounterMetricFamily(
+            "baton_transfer_bytes", "KV and embeddings fetched from other workers", labels=["transport"]
+        )
         for transport, number in dict(self._counts.bytes_by_transport).items():
             size.add_metric([transport], number)
-        seconds = CounterMetricFamily("baton_transfer_seconds", "Seconds spent fetching KV", labels=["transport"])
+        seconds = CounterMetricFamily("baton_transfer_seconds", "Seconds spent fetching them", labels=["transport"])
         for transport, number in dict(self._counts.seconds_by_transport).items():
             seconds.add_metric([transport], number)
         yield from (size, seconds)

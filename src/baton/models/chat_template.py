@@ -12,6 +12,7 @@ from jinja2.filters import do_trim
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import ConfigError, InvalidRequest
+from baton.models.template_messages import ContentFormat, template_messages
 
 log = logging.getLogger(__name__)
 
@@ -25,19 +26,38 @@ class ChatTemplate:
         """Compile `source`. Raises ConfigError with its `origin` for a syntax error."""
         self._template = compile_template(source, origin)
         self._special_tokens = special_tokens
+        self._takes = self._content_format()
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, object] | None = None) -> str:
         """Return the prompt; `variables` are the client's own. Raises InvalidRequest with the template's reason.
 
+        Content is a text or a list of parts, whatever the template takes; parts of media are a placeholder each.
         Content that is absent is null, as OpenAI has it next to tool calls. Templates that cannot take null get "".
         """
-        complete = [message if "content" in message else {**message, "content": None} for message in messages]
+        shaped = template_messages(messages, self._takes)
+        complete = [message if "content" in message else {**message, "content": None} for message in shaped]
         try:
             return self._render(complete, variables)
         except InvalidRequest:
             if all(message["content"] is not None for message in complete):
                 raise
         return self._render([{**message, "content": message["content"] or ""} for message in complete], variables)
+
+    def _content_format(self) -> ContentFormat:
+        """Return what the template takes as content, by what it prints for a message."""
+        text, parts = "content of a message", [{"type": "text", "text": "content of a message"}]
+        as_text, as_parts = self._try(text), self._try(parts)
+        takes_text = text in as_text
+        takes_parts = text in as_parts and str(parts) not in as_parts and json.dumps(parts) not in as_parts
+        if takes_text == takes_parts:  # both, or a template that needs more than one message of a user
+            return ContentFormat.BOTH
+        return ContentFormat.TEXT if takes_text else ContentFormat.PARTS
+
+    def _try(self, content: object) -> str:
+        try:
+            return self._render([{"role": "user", "content": content}], None)
+        except InvalidRequest:
+            return ""
 
     def _render(self, messages: Sequence[Message], variables: Mapping[str, object] | None) -> str:
         defaults = {**self._special_tokens, "add_generation_prompt": True}
@@ -82,13 +102,15 @@ def _read_source(directory: Path) -> object:
     template = directory / "chat_template.jinja"
     configured = _read_settings(directory).get("chat_template")
     try:
-        return configured or (template.read_text() if template.is_file() else None)
+        source = configured or (template.read_text() if template.is_file() else None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the chat template in {directory}: {error}") from error
+    # Models that take images may have it with the settings of their processor only.
+    return source or _read_settings(directory, "chat_template.json").get("chat_template")
 
 
-def _read_settings(directory: Path) -> dict[str, object]:
-    file = directory / "tokenizer_config.json"
+def _read_settings(directory: Path, name: str = "tokenizer_config.json") -> dict[str, object]:
+    file = directory / name
     try:
         settings = json.loads(file.read_text()) if file.is_file() else {}
     except (OSError, ValueError) as error:

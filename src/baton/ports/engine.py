@@ -15,12 +15,12 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from baton.ports.transfer import KvMemory
+from baton.ports.transfer import BlockMemory, EmbeddingShape
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import Reading
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
-from baton.protocol.media import Media, MediaFile
+from baton.protocol.media import EncodedItem, Media, MediaFile
 from baton.protocol.outputs import Output
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 
@@ -37,13 +37,17 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine can do, fixed before it starts. Handlers refuse what is not listed here.
 
     An engine that `needs_kv` cannot compute prompts: it only continues from KV of another worker. One with
-    `guides_after_reasoning` can let a model reason freely before its output follows a guide.
+    `guides_after_reasoning` can let a model reason freely before its output follows a guide. `modalities` are those of
+    the media files that `submit` takes. With `media_embeddings` it takes `MediaEmbedding`, with `media_handles`
+    `MediaHandles`. With `media_encoding` it encodes files of `encoded_modalities`: for other workers, or for itself.
     """
 
     generate: bool = True
     embeddings: bool = False
     media_encoding: bool = False
+    media_embeddings: bool = False
     media_handles: bool = False
+    encoded_modalities: frozenset[str] = frozenset()
     diffusion: bool = False
     modalities: frozenset[str] = frozenset({"text"})
     handoff: HandoffStyle = HandoffStyle.NONE
@@ -67,6 +71,27 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1
 
 
+class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rendered prompt has in the place of a media item: one `token`, which the text `text` becomes.
+
+    `as_text` are the tokens of the same text where a client has typed it: none of them is special. `before` and `after`
+    are what the expansion of an item has around its rows, where a client has computed the rows.
+    """
+
+    token: int
+    text: str
+    as_text: tuple[int, ...]
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows that an engine encodes media to or takes, and its placeholder for each modality."""
+
+    shape: EmbeddingShape
+    placeholders: Mapping[str, Placeholder]
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine serves, and its limits.
 
@@ -74,9 +99,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     context. `vocab_size` is None if the engine
     cannot tell. `reasoning_end_token` ends the reasoning of a model that reasons. Vectors have `embedding_size`
     numbers, and can be shortened to any number in `embedding_dimensions`. `handoff_host` and `handoff_port` are the
-    bootstrap address of an engine that moves KV by itself; `kv` is the KV cache of one that does not. An engine that is
-    spread over machines has one leader; its followers take no work and only publish readings. `group` identifies the
-    nodes of one engine. `adapters` are LoRA adapters that are loaded.
+    bootstrap address of an engine that moves KV by itself; `kv` is the KV cache of one that does not. `media` is set if
+    the engine encodes media or takes embeddings. An engine that is spread over machines has one leader; its followers
+    take no work and only publish readings. `group` identifies the nodes of one engine. `adapters` are LoRA adapters
+    that are loaded.
     """
 
     model_name: str
@@ -94,7 +120,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     embedding_dimensions: tuple[int, ...] = ()
     handoff_host: str | None = None
     handoff_port: int | None = None
-    kv: KvMemory | None = None
+    kv: BlockMemory | None = None
+    media: MediaInfo | None = None
     leader: bool = True
     group: str | None = None
     adapters: tuple[str, ...] = ()
@@ -103,6 +130,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """One request as an engine sees it. `max_tokens` is always set. It has passed admission.
 
+    The placeholder of every `MediaEmbedding` has been replaced by its expansion.
     With `require_reasoning`, its guide applies to what follows `EngineInfo.reasoning_end_token`. `bad_words` are the
     sequences of tokens that the output must not contain.
     """
@@ -142,10 +170,23 @@ class EncodeWork(msgspec.Struct, frozen=True, kw_only=True):
     trace_headers: Mapping[str, str] = {}
 
 
-class Encoded(msgspec.Struct, frozen=True, kw_only=True):
-    """Media that are encoded and held: what an engine that computes the prompt needs to read them, as plain JSON."""
+class EncodedRows(msgspec.Struct, frozen=True, kw_only=True):
+    """One encoded item and its rows: `item.rows` times `size` numbers of type `dtype`, contiguous, on the host."""
 
-    params: dict[str, object]
+    item: EncodedItem
+    dtype: str
+    size: int
+    data: memoryview
+
+
+class Encoded(msgspec.Struct, frozen=True, kw_only=True):
+    """Media that are encoded: as rows that any worker of the model can read, or held by the engine.
+
+    An engine that holds them returns in `params`, as plain JSON, what an engine of the same kind needs to read them.
+    """
+
+    items: tuple[EncodedRows, ...] = ()
+    params: dict[str, object] | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False):
@@ -267,11 +308,20 @@ class EmbedEngine(Engine, Protocol):
 
 @runtime_checkable
 class EncodeEngine(AbortableEngine, Protocol):
-    """An engine that encodes media for the workers that compute prompts."""
+    """An engine that encodes media, for the workers that compute prompts or for itself."""
 
     async def encode(self, work: EncodeWork) -> Encoded:
-        """Encode the media of a prompt, and hold them until `abort(work.request_id)`; its id is in use until then.
+        """Encode the media of a prompt: to rows, one `EncodedRows` for each file, in order, or to handles.
 
+        Handles are held until `abort(work.request_id)`, and the id is in use until then; of rows nothing is held.
         Cancelling the call withdraws the work: nothing is held then. Raises InvalidRequest for media that cannot be
         read or do not fit the prompt, and EngineDead.
         """
+
+
+@runtime_checkable
+class HandleEngine(EncodeEngine, Protocol):
+    """An engine that encodes media to handles, whose memory is free only after it has been read once."""
+
+    def mark_unread(self, request_id: RequestId) -> None:
+        """No worker has read the handles of this request, and none will: `abort` reads them. Ignores an unknown id."""

@@ -147,6 +147,26 @@ class Client(Protocol):
         """
 
 
+class ModelClient(Protocol):
+    """Calls the workers of a model as a frontend does: they are selected, called in the order of their roles (encode,
+    prefill, decode), and replaced when they fail."""
+
+    async def start(self) -> None:
+        """Begin to look for the workers; the runtime has been started. Raises PeerLost."""
+
+    async def ready(self, timeout_s: float) -> ModelCard:
+        """Wait until the model can be called; return its card. Raises PeerLost after `timeout_s`."""
+
+    def call(self, request: Wire, parent: Context) -> AsyncGenerator[Wire, None]:
+        """Send a request in token format and iterate over its chunks; closing the iterator cancels the request.
+
+        The call carries the trace of `parent` and is cancelled when `parent` is. Raises the errors of `errors.py`.
+        """
+
+    def close(self) -> None:
+        """Free everything; the runtime has shut down. Idempotent."""
+
+
 class Runtime(Protocol):
     """This process as a member of the cluster."""
 

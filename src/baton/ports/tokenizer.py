@@ -10,6 +10,9 @@ class Decoder(Protocol):
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete; a character of several tokens is returned with its last one."""
 
+    def flush(self) -> str:
+        """Return the rest at the end of the answer: U+FFFD for a character that is not complete. Called once."""
+
 
 class TokenTexts(Protocol):
     """The texts of tokens, for workers that receive tokens. Safe to use from several threads.

@@ -8,6 +8,9 @@ A prefill worker offers the KV of one request, a decode worker claims it. A room
 know, and a secret. Failure, cancellation, expiry and loss on one side reach the other. Handlers use `Producer` and
 `Consumer`; a `TransportServer` and a `Channel` move the bytes. Engines that move KV themselves have rooms too: the room
 carries their bootstrap address, and the confirmation that the KV has been read.
+
+The rows of encoded media move in the same way, from an encode worker to the worker that computes the prompt: blocks of
+an embedding store instead of blocks of a KV cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +20,11 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.protocol.handoff import Ticket
+from baton.protocol.media import PlacedItem
 from baton.protocol.outputs import KvComputed, KvWanted
 
 
-class KvShape(msgspec.Struct, frozen=True, kw_only=True):
+class KvShape(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
     """What two KV caches must have in common for a block of one to be valid in the other."""
 
     model: str
@@ -31,15 +35,26 @@ class KvShape(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
 
 
-class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache of an engine as bytes.
+class EmbeddingShape(msgspec.Struct, frozen=True, kw_only=True, tag="embedding"):
+    """What an encoder and a language model must have in common for rows of the one to be valid in the other.
 
-    It consists of `planes` planes of equal length, contiguous from `address` (keys and values of each layer); a plane
-    holds its part of every block, in block order. `descriptor` is the file that the memory maps from offset 0, if other
-    processes may map it too.
+    `model` identifies the encoder with its preprocessing; a row has `size` numbers of type `dtype`.
     """
 
-    shape: KvShape
+    model: str
+    dtype: str
+    size: int
+
+
+class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory in blocks that other workers may read: a KV cache, or embeddings of media.
+
+    It consists of `planes` planes of equal length, contiguous from `address` (keys and values of each layer; one plane
+    for embeddings); a plane holds its part of every block, in block order. `descriptor` is the file that the memory
+    maps from offset 0, if other processes may map it too.
+    """
+
+    shape: KvShape | EmbeddingShape
     address: int
     planes: int
     plane_bytes: int
@@ -56,6 +71,13 @@ class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 class Lease(Protocol):
     """The KV of one request, held for the consumer that has its ticket. Event-loop thread only."""
+
+    @property
+    def claimed(self) -> bool:
+        """Whether a consumer has claimed it, also one that is gone again. Until then nobody has read anything."""
+
+    def placed(self, media: Sequence[PlacedItem]) -> None:
+        """Send the consumer the encoded media of the prompt, once. Required if the request names media."""
 
     def computed(self, output: KvComputed) -> None:
         """Make further blocks readable by the consumer."""
@@ -98,6 +120,12 @@ class Claim(Protocol):
     def cached_tokens(self) -> int | None:
         """How many tokens of the prompt the producer found in its prefix cache; known when the KV has arrived."""
 
+    async def media(self) -> tuple[PlacedItem, ...]:
+        """Return the encoded media of the prompt, when the producer knows them. Raises as `claimed` does.
+
+        For requests that name media: the producer sends none for others.
+        """
+
     async def claimed(self) -> None:
         """Wait until the producer has accepted the claim. Raises PeerLost, or the producer's error."""
 
@@ -112,8 +140,11 @@ class Claim(Protocol):
     def taken(self) -> None:
         """Confirm to the producer that the engine has read the KV itself. Idempotent."""
 
-    def place(self, wanted: KvWanted) -> None:
-        """Set the blocks that the KV goes to; fetching starts now, while the rest is computed."""
+    def place(self, *wanted: KvWanted) -> None:
+        """Set the blocks that the KV goes to; fetching starts now, while the rest is computed.
+
+        Each `wanted` is a part of the producer's blocks, in their order; what is in none of them is not fetched.
+        """
 
     def give_up(self) -> None:
         """Cancel the claim, also at a producer that still holds the KV. Idempotent."""
@@ -163,7 +194,7 @@ class TransportClient(Protocol):
     def name(self) -> str:
         """The name of the transport, as in `--kv-transports`."""
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> "Channel":
+    async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> "Channel":
         """Return a channel to a producer with this `memory`, from the details its server returned. Raises PeerLost."""
 
     async def close(self) -> None:

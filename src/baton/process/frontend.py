@@ -29,7 +29,7 @@ from baton.status.sd_notify import notify, send_heartbeats
 log = logging.getLogger(__name__)
 
 # The components of the processes that register models for clients: workers, and global routers.
-_MODEL_COMPONENTS = ("worker", "decode", "router")
+_MODEL_COMPONENTS = ("worker", "decode", "process", "router")
 
 
 def run_frontend(settings: Settings) -> int:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from baton.config.settings import Settings
 from baton.errors import ConfigError, InvalidRequest
@@ -22,7 +22,6 @@ from baton.ports.engine import (
     Capabilities,
     EmbedEngine,
     EncodeEngine,
-    Engine,
     EngineInfo,
     GenerateEngine,
     HandoffStyle,
@@ -30,15 +29,15 @@ from baton.ports.engine import (
 )
 from baton.ports.runtime import ChatFormat, Locality, ModelCard, Service
 from baton.ports.transfer import KvShape
+from baton.process.role_context import RoleContext
+from baton.process.worker_media import WorkerMedia, build_media, takes_files
 from baton.protocol.codec import decode_request, encode_chunk
 from baton.protocol.embeddings import decode_embed, encode_embeddings
 from baton.protocol.text import decode_text, encode_text
 from baton.protocol.wrapped import decode_prefill_request
-from baton.request.tracker import RequestTracker
 from baton.runtimes.dynamo.addresses import bind_address
 
 if TYPE_CHECKING:
-    from baton.media.loader import PolicyLoader
     from baton.transfer.room_client import RoomClient
     from baton.transfer.room_server import RoomServer
 
@@ -57,10 +56,12 @@ _NEEDS = {
     "encode": (("aggregated",), ("prefill", "decode")),
 }
 
+_COMPUTES = ("aggregated", "prefill", "decode")
+
 
 def path_of(settings: Settings, role: str) -> str:
     """Return the endpoint path of workers of `role`."""
-    return f"{settings.namespace}.{role if role in _NEEDS else 'worker'}.generate"
+    return f"{settings.namespace}.{role if role in _NEEDS or role == 'process' else 'worker'}.generate"
 
 
 def role_of(settings: Settings, capabilities: Capabilities) -> str:
@@ -73,13 +74,17 @@ def role_of(settings: Settings, capabilities: Capabilities) -> str:
         raise ConfigError(
             f"the model {settings.first_name} on the engine {settings.engine} cannot serve the role {role}"
         )
-    if settings.media.encoders and not capabilities.media_handles:
+    if settings.media.encoders and role in _COMPUTES and not _takes_encoded(capabilities):
         raise ConfigError(
             f"the engine {settings.engine} does not read media from encode workers: drop --media-encoders"
         )
     if role in ("prefill", "decode") and capabilities.handoff is HandoffStyle.NONE:
         raise ConfigError(f"the engine {settings.engine} does not support KV handoff between workers: no role {role}")
     return role
+
+
+def _takes_encoded(can: Capabilities) -> bool:
+    return can.media_embeddings or can.media_handles
 
 
 class RoleService:
@@ -92,14 +97,14 @@ class RoleService:
         shape: KvShape | None = None,
         producer: "RoomServer | None" = None,
         consumer: "RoomClient | None" = None,
-        media_input: MediaInput | None = None,
+        media: "WorkerMedia | None" = None,
     ) -> None:
         self.service = service
         self.probe = probe
         self.shape = shape
         self.producer = producer
         self.consumer = consumer
-        self._media_input = media_input
+        self.media = media
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until every lease has ended; return False if that takes longer than `timeout_s`."""
@@ -111,18 +116,8 @@ class RoleService:
             await self.producer.close()
         if self.consumer is not None:
             await self.consumer.close()
-        if self._media_input is not None:
-            await self._media_input.close()
-
-
-class RoleContext(NamedTuple):
-    """What a role is built from: a running engine, a tracker for clients, and one for probes, which always admits."""
-
-    settings: Settings
-    engine: Engine
-    info: EngineInfo
-    tracker: RequestTracker
-    probe_tracker: RequestTracker
+        if self.media is not None:
+            await self.media.close()
 
 
 async def build_role(role: str, context: RoleContext) -> RoleService:
@@ -134,7 +129,7 @@ def announce(role: str, context: RoleContext, role_service: RoleService) -> Mode
     """Return the model card that makes frontends send this worker the requests of its role."""
     settings, info = context.settings, context.info
     model_input = "text" if role == "embed" else settings.model_input
-    host, port = _bootstrap_address(context, role_service)
+    host, port = _bootstrap_address(context, role_service) if role == "prefill" else (None, None)
     return ModelCard(
         name=info.model_name,
         other_names=settings.served_names[1:],
@@ -143,7 +138,7 @@ def announce(role: str, context: RoleContext, role_service: RoleService) -> Mode
         model_input=model_input,
         surfaces=_SURFACES[role],
         worker_type=role if role in _NEEDS else "aggregated",
-        needs=_needs(role, settings),
+        needs=_needs(role, context),
         context_length=info.context_length,
         block_size=info.block_size,
         total_blocks=info.total_blocks,
@@ -185,11 +180,16 @@ def _parser(setting: str) -> str | None:
     return None if setting in ("auto", NO_PARSER) else setting
 
 
-def _needs(role: str, settings: Settings) -> tuple[tuple[str, ...], ...]:
-    """Return the roles that must run for this worker to get requests: all those of one of the groups."""
-    if not settings.media.encoders or role not in ("aggregated", "prefill"):
+def _needs(role: str, context: RoleContext) -> tuple[tuple[str, ...], ...]:
+    """Return the roles that must run for this worker to get requests: all those of one of the groups.
+
+    A frontend calls encode workers for a worker that names them in a group.
+    """
+    if not context.settings.media.encoders or role not in ("aggregated", "prefill"):
         return _NEEDS.get(role, ())
-    return tuple((*group, "encode") for group in _NEEDS.get(role, ((),)))
+    groups = _NEEDS.get(role, ((),))
+    with_encoders = tuple((*group, "encode") for group in groups)
+    return (*with_encoders, *groups) if takes_files(context) else with_encoders
 
 
 def _bootstrap_address(context: RoleContext, role_service: RoleService) -> tuple[str, int] | tuple[None, None]:
@@ -227,16 +227,21 @@ async def _encode(context: RoleContext) -> RoleService:
     from baton.media.images import probe_image
     from baton.transfer.room_server import open_room_server
 
-    loader = _loader(context)
-    producer = await open_room_server(context.settings.kv, None, bind_address(context.settings.runtime))
-    handler = EncodeHandler(engine, context.info, context.tracker, loader, producer)
-    prober = EncodeHandler(engine, context.info, context.probe_tracker, loader, producer)
+    media = build_media(context, "encode")
+    assert media.loader is not None
+    memory = media.store.memory if media.store is not None else None
+    producer = await open_room_server(context.settings.kv, memory, bind_address(context.settings.runtime))
+    timeout_s = context.settings.kv.claim_timeout_s
+    handler = EncodeHandler(
+        engine, context.info, context.tracker, media.loader, producer, media.encoder, claim_timeout_s=timeout_s
+    )
+    prober = EncodeHandler(engine, context.info, context.probe_tracker, media.loader, producer)
     prompt, image = _image_prompt(context), probe_image()
     return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
-        lambda: prober.probe(prompt, image, ProbeContext()),
+        _no_probe if prompt is None else lambda: prober.probe(prompt, image, ProbeContext()),
         producer=producer,
-        media_input=MediaInput(loader),
+        media=media,
     )
 
 
@@ -248,16 +253,25 @@ def _texts(context: RoleContext) -> HubTokenTexts:
     return HubTokenTexts(Path(context.info.model_dir))
 
 
-def _image_prompt(context: RoleContext) -> tuple[int, ...]:
-    """Return a prompt with a place for one image, if the model's chat template can render one; else a single token."""
+async def _no_probe() -> None:
+    """The probe of a worker that cannot be probed. The health checks of its engine are all there is."""
+
+
+def _image_prompt(context: RoleContext) -> tuple[int, ...] | None:
+    """Return a prompt with a place for one image; None if the model's chat template cannot render one."""
     image_first = [{"type": "image"}, {"type": "text", "text": "."}]
     try:
         tokenizer = _tokenizer(context)
         tokens = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": image_first}]))
     except (ConfigError, InvalidRequest) as error:
-        log.warning("no prompt with an image for the probe, which sends one token instead: %s", error.message)
-        tokens = []
-    return tuple(tokens) or ONE_TOKEN.token_ids
+        log.warning("this worker is not probed: there is no prompt with an image: %s", error.message)
+        return None
+    if context.info.media is not None:
+        placeholder = context.info.media.placeholders.get("image")
+        if placeholder is None or tokens.count(placeholder.token) != 1:
+            log.warning("this worker is not probed: the chat template of its model renders no placeholder for an image")
+            return None
+    return tuple(tokens)
 
 
 def _generating(context: RoleContext) -> GenerateEngine:
@@ -272,32 +286,13 @@ def _no_ability(context: RoleContext, ability: str) -> ConfigError:
 
 async def _aggregated(context: RoleContext) -> RoleService:
     prober = AggregatedHandler(_generating(context), context.info, context.probe_tracker)
-    consumer = _media_consumer(context)
-    media_input = MediaInput(_media_loader(context), consumer)
+    media = build_media(context, "aggregated")
     return RoleService(
-        _generate(context, media_input),
+        _generate(context, media.input),
         lambda: read_to_end(prober.generate(ONE_TOKEN, ProbeContext())),
-        consumer=consumer,
-        media_input=media_input,
+        consumer=media.consumer,
+        media=media,
     )
-
-
-def _media_loader(context: RoleContext) -> "PolicyLoader | None":
-    return _loader(context) if context.engine.capabilities.modalities - {"text"} else None
-
-
-def _loader(context: RoleContext) -> "PolicyLoader":
-    from baton.media.loader import PolicyLoader  # imports Pillow, which text does not need
-
-    return PolicyLoader(context.settings.media)
-
-
-def _media_consumer(context: RoleContext) -> "RoomClient | None":
-    if not context.engine.capabilities.media_handles:
-        return None
-    from baton.transfer.room_client import open_room_client
-
-    return open_room_client(context.settings.kv, None)
 
 
 def _generate(context: RoleContext, media_input: MediaInput) -> Service[Any, Any]:
@@ -322,16 +317,15 @@ async def _prefill(context: RoleContext) -> RoleService:
     producer = await open_room_server(
         context.settings.kv, context.info.kv, bind_address(context.settings.runtime), bootstrap
     )
-    consumer = _media_consumer(context)
-    media_input = MediaInput(_media_loader(context), consumer)
-    handler = PrefillHandler(_generating(context), context.info, context.tracker, producer, media_input)
+    media = build_media(context, "prefill")
+    handler = PrefillHandler(_generating(context), context.info, context.tracker, producer, media.input)
     return RoleService(
         Service(handler.generate, decode_prefill_request, encode_chunk),
         _local_probe(context),
         _shape(context.info),
         producer=producer,
-        consumer=consumer,
-        media_input=media_input,
+        consumer=media.consumer,
+        media=media,
     )
 
 
@@ -339,17 +333,17 @@ async def _decode(context: RoleContext) -> RoleService:
     from baton.transfer.room_client import open_room_client
 
     consumer = open_room_client(context.settings.kv, context.info.kv)
-    media_input = MediaInput(_media_loader(context), consumer if context.info.kv is None else None)
+    media = build_media(context, "decode")
     engine = _generating(context)
     if context.info.kv is not None and not isinstance(engine, KvImportEngine):
         raise _no_ability(context, "import KV")
-    handler = DecodeHandler(engine, context.info, context.tracker, consumer, media_input, _texts(context))
+    handler = DecodeHandler(engine, context.info, context.tracker, consumer, media.input, _texts(context))
     return RoleService(
         Service(handler.generate, decode_request, encode_chunk),
         _local_probe(context),
         _shape(context.info),
         consumer=consumer,
-        media_input=media_input,
+        media=media,
     )
 
 
@@ -359,7 +353,8 @@ def _local_probe(context: RoleContext) -> Probe:
 
 
 def _shape(info: EngineInfo) -> KvShape | None:
-    return info.kv.shape if info.kv is not None else None
+    shape = info.kv.shape if info.kv is not None else None
+    return shape if isinstance(shape, KvShape) else None
 
 
 _ROLES: dict[str, Callable[[RoleContext], Awaitable[RoleService]]] = {

@@ -206,13 +206,21 @@ class GlobalRouter:
             directory=str(model),
             surfaces=frozenset({"prefill"}) if role == "prefill" else frozenset({"chat", "completions"}),
             worker_type=role,
-            needs=_NEEDS.get(role, ()),
+            needs=self._needs(role),
             context_length=read_config(model).max_position_embeddings or DEFAULT_CONTEXT,
             block_size=BLOCK_SIZE,
             total_blocks=0,
             max_running=0,
             chat=chat_format(self._settings),
         )
+
+    def _needs(self, role: PoolRole) -> tuple[tuple[str, ...], ...]:
+        """Return the roles that must run, one of the groups; a frontend calls encode workers if a group names them."""
+        groups = _NEEDS.get(role, ((),))
+        if not self._settings.media.encoders or role == "decode":
+            return _NEEDS.get(role, ())
+        with_encoders = tuple((*group, "encode") for group in groups)
+        return with_encoders if self._settings.media.local_encoding == "never" else (*with_encoders, *groups)
 
     def _empty_roles(self) -> list[str]:
         """Return the roles without a worker in any pool."""

@@ -22,7 +22,8 @@ from baton.ports.runtime import Endpoint, Runtime
 from baton.process.follower_events import FollowerEvents, FollowerSubscriber, follower_path
 from baton.process.kv_compatibility import kv_path, kv_service, refuse_incompatible_peers
 from baton.process.registration_watch import RegistrationWatch
-from baton.process.roles import RoleContext, RoleService, announce, build_role, path_of, role_of
+from baton.process.role_context import RoleContext
+from baton.process.roles import RoleService, announce, build_role, path_of, role_of
 from baton.process.service_process import (
     DISCOVERY_TIMEOUT_S,
     ServiceProcess,
@@ -250,6 +251,8 @@ class Worker:
         role_service = self._role_service = await build_role(self._role, role_context)
         rooms = role_service.producer.rooms if role_service.producer else None
         self.observed.show_transfers(rooms, role_service.consumer)
+        if role_service.media is not None and role_service.media.store is not None:
+            self.observed.show_embeddings(role_service.media.store)
         if role_service.shape is not None:
             await self._runtime.serve(kv_path(self._settings, self._role), kv_service(role_service.shape))
             await refuse_incompatible_peers(self._runtime, self._settings, self._role, role_service.shape)

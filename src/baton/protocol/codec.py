@@ -13,7 +13,7 @@ from baton.protocol.extra import EXTRA_KEY, Extra
 from baton.protocol.extra_options import place_extra_options
 from baton.protocol.handoff import Bootstrap, PrefillResult
 from baton.protocol.media import MediaItem
-from baton.protocol.outputs import Chunk, Logprobs, Usage
+from baton.protocol.outputs import Chunk, FinishReason, Logprobs, TopLogprob, Usage
 from baton.protocol.requests import (
     GenerateRequest,
     GuidedDecoding,
@@ -129,6 +129,56 @@ def encode_chunk(chunk: Chunk) -> Wire:
     if chunk.encoder_result is not None:
         wire["encoder_result"] = chunk.encoder_result
     return wire
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """What this process reads of a chunk of another worker. The runtime sends null for a field without a value."""
+
+    token_ids: list[int] | None = None
+    index: int | None = None
+    log_probs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None = None
+    finish_reason: str | dict[str, str] | None = None
+    stop_reason: int | str | None = None
+    completion_usage: _Usage | None = None
+
+
+def decode_chunk(raw: object) -> Chunk:
+    """Return the chunk that another worker sent: its tokens, its end and its usage. Raises DecodeError, also for a
+    chunk that reports a failure."""
+    wire = convert(raw, _Chunk)
+    return Chunk(
+        wire.token_ids or [],
+        wire.index or 0,
+        None if wire.log_probs is None else Logprobs(wire.log_probs, wire.top_logprobs or ()),
+        None if wire.finish_reason is None else _finish_reason(wire.finish_reason),
+        wire.stop_reason,
+        None if wire.completion_usage is None else _decode_usage(wire.completion_usage),
+    )
+
+
+def _finish_reason(reason: str | dict[str, str]) -> FinishReason:
+    if isinstance(reason, dict):
+        raise DecodeError(f"the worker failed: {reason.get('error', reason)}")
+    try:
+        return FinishReason(reason)
+    except ValueError:
+        raise DecodeError(f"the worker failed: {reason}") from None
+
+
+def _decode_usage(usage: _Usage) -> Usage:
+    details = usage.prompt_tokens_details
+    return Usage(usage.prompt_tokens, usage.completion_tokens, None if details is None else details.cached_tokens)
 
 
 def _encode_logprobs(logprobs: Logprobs, wire: Wire) -> None:

@@ -13,8 +13,19 @@ class LoadSnapshot(msgspec.Struct, frozen=True, gc=False, tag="load"):
     dp_rank: int = 0
 
 
+class RoutedRows(msgspec.Struct, frozen=True, gc=False):
+    """Tokens [start, stop) that are rows of media, which a router knows by this hash, a hexadecimal number."""
+
+    start: int
+    stop: int
+    routing_hash: str
+
+
 class KvStored(msgspec.Struct, frozen=True, tag="stored"):
-    """Blocks that were added to the prefix cache. Hashes are content hashes, equal on every worker."""
+    """Blocks that were added to the prefix cache. Hashes are content hashes, equal on every worker.
+
+    `media` are the rows of media among `token_ids` that a router can tell apart.
+    """
 
     block_hashes: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -23,6 +34,7 @@ class KvStored(msgspec.Struct, frozen=True, tag="stored"):
     dp_rank: int = 0
     lora_name: str | None = None
     cache_salt: str | None = None
+    media: tuple[RoutedRows, ...] = ()
 
 
 class KvRemoved(msgspec.Struct, frozen=True, tag="removed"):

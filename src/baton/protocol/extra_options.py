@@ -66,6 +66,36 @@ def place_extra_options(request: Wire) -> Wire:
     return placed
 
 
+def collect_extra_options(request: Wire) -> Wire:
+    """Return `request` as the runtime's frontend sends it: without nulls, and with its extra options in an annotation.
+
+    The inverse of `place_extra_options`, for a request that goes through the runtime's own routing.
+    """
+    collected = cast(Wire, _without_nulls(request))
+    options: Wire = {}
+    for name, key in _SECTIONS.items():
+        if name in (section := _section(collected, key)):
+            options[name] = section.pop(name)
+    sampling = _section(collected, "sampling_options")
+    if "structural_tag" in (guided := _section(sampling, "guided_decoding")):
+        options["structural_tag"] = guided.pop("structural_tag")
+    if not guided:
+        del sampling["guided_decoding"]
+    if options:
+        collected["annotations"] = with_extra_options(collected.get("annotations"), options)
+    return collected
+
+
+def _without_nulls(value: object) -> object:
+    """Return `value` without the keys that are null; objects that clients define are not changed."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        return [_without_nulls(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    opaque = ("json", "extra_args")
+    return {key: each if key in opaque else _without_nulls(each) for key, each in value.items() if each is not None}
+
+
 def _with_limit(request: Wire, options: Wire) -> Wire:
     """Set the limit of `request` if it is 0; return the options that are still to be placed."""
     asked, stop = options["max_tokens"], request.get("stop_conditions")

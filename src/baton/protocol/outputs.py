@@ -43,9 +43,13 @@ class TokenDelta(msgspec.Struct, frozen=True):
 
 
 class PromptCached(msgspec.Struct, frozen=True, gc=False):
-    """How many tokens of the prompt were in the prefix cache. Comes once, with the first tokens."""
+    """How many tokens of the prompt were in the prefix cache. Comes once, with the first tokens.
+
+    `prompt_tokens` is the length of the prompt, from an engine that expands the media in it by itself.
+    """
 
     tokens: int
+    prompt_tokens: int | None = None
 
 
 class PromptScored(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ Field names are ours; `name=` is the frontend's name where it differs. A field t
 None here. `extra` keeps the keys that this version does not know, so that a forwarded request loses nothing.
 """
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -20,6 +21,8 @@ Choices = Annotated[int, Meta(ge=1, le=128)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+_HEXADECIMAL = re.compile("[0-9a-f]{1,16}")
 
 
 class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +154,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         extensions = (self.extra_args or {}).get("nvext")
         salt = extensions.get("cache_salt") if isinstance(extensions, dict) else None
         return salt if isinstance(salt, str) and salt else None
+
+    @property
+    def image_routing_hashes(self) -> tuple[str, ...]:
+        """What the frontend's router knows the images by, in the order of the prompt; empty if it tells none apart."""
+        hashes = (self.extra_args or {}).get("mm_hashes")
+        found = tuple(one for one in hashes if isinstance(one, str)) if isinstance(hashes, list | tuple) else ()
+        return found if all(_HEXADECIMAL.fullmatch(one) for one in found) else ()
+
+    def with_prompt(self, token_ids: tuple[int, ...]) -> "GenerateRequest":
+        """Return the request with another prompt."""
+        return self if token_ids is self.token_ids else msgspec.structs.replace(self, token_ids=token_ids)
 
     def for_prefill(self) -> "GenerateRequest":
         """Return the request that computes the KV of the prompt and one token, for one choice.

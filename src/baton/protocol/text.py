@@ -12,6 +12,8 @@ from baton.protocol.outputs import FinishReason, Usage
 from baton.protocol.requests import (
     Choices,
     Count,
+    GuidedDecoding,
+    OutputOptions,
     Penalty,
     Positive,
     Sampling,
@@ -111,6 +113,11 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
         return {**(self.chat_template_args or {}), **(self.chat_template_kwargs or {})}
 
     @property
+    def template_tools(self) -> dict[str, object]:
+        """The tools for the chat template; with `tool_choice` none, it gets none."""
+        return {"tools": list(self.tools)} if self.tools and self.tool_choice != "none" else {}
+
+    @property
     def extra_args(self) -> dict[str, object]:
         """The extensions of the request, as a request in token format has them."""
         extensions = dict(self.nvext or {})
@@ -125,11 +132,18 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
             "top_logprobs": self.top_logprobs is not None,
             "response_format": self.response_format not in (None, {"type": "text"}),
             "tools": bool(self.tools),
-            "prompt_logprobs": self.prompt_logprobs is not None,
             "guided_json": self.guided_json is not None,
             "guided_regex": self.guided_regex is not None,
             "guided_choice": self.guided_choice is not None,
             "guided_grammar": self.guided_grammar is not None,
+        }
+        used = (name for name, is_used in in_use.items() if is_used)
+        return [*used, *_media_types(self.messages or ()), *self.never_applied()]
+
+    def never_applied(self) -> list[str]:
+        """Return the options in use that no worker applies to a request in text format."""
+        in_use = {
+            "prompt_logprobs": self.prompt_logprobs is not None,
             "echo": bool(self.echo),
             "suffix": bool(self.suffix),
             "include_stop_str_in_output": bool(self.include_stop_str_in_output),
@@ -137,8 +151,7 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
             "tool_choice": self.tool_choice not in (None, "none", "auto"),
             "modalities": self.modalities not in (None, ("text",)),
         }
-        used = (name for name, is_used in in_use.items() if is_used)
-        return [*used, *_media_types(self.messages or ()), *self.unknown]
+        return [*(name for name, is_used in in_use.items() if is_used), *self.unknown]
 
     def stop_conditions(self) -> StopConditions:
         """Return the stop conditions of the engine; stop strings are matched on its text."""
@@ -155,12 +168,52 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
         shared = {name: getattr(self, name) for name in Sampling.__struct_fields__ if name in self.__struct_fields__}
         return Sampling(**shared)
 
+    def guided_decoding(self) -> GuidedDecoding | None:
+        """Return the constraint on the output, from `response_format` or the `guided_` options. Raises ValueError."""
+        guided = GuidedDecoding(
+            json=self.guided_json if self.guided_json is not None else _schema_of(self.response_format),
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        return guided if guided.kinds() else None
+
+    def output_options(self) -> OutputOptions:
+        """Return what to return besides the tokens. A chat asks for alternatives in `top_logprobs`."""
+        if self.logprobs is None or self.logprobs is False:
+            return OutputOptions()
+        alternatives = (self.top_logprobs or 0) if self.logprobs is True else self.logprobs
+        return OutputOptions(logprobs=alternatives)
+
+
+def _schema_of(response_format: Mapping[str, object] | None) -> object:
+    """Return the JSON schema that `response_format` asks for; None if it is plain text. Raises ValueError."""
+    match response_format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+        case _:
+            raise ValueError("response_format: expected type text, json_object, or json_schema with a schema")
+
 
 def _media_types(messages: tuple[dict[str, object], ...]) -> list[str]:
     """Return the types of message parts that are not text."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return [str(part.get("type")) for part in parts if part.get("type") != "text"]
+
+
+class TextLogprob(msgspec.Struct, frozen=True):
+    """The log-probability of a token, by its text, which begins at `offset` of the answer; the best alternatives."""
+
+    token: str
+    logprob: float
+    token_id: int
+    offset: int = 0
+    top: tuple["TextLogprob", ...] = ()
 
 
 class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +228,7 @@ class TextChunk(msgspec.Struct, frozen=True, kw_only=True):
     first: bool = False
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    logprobs: tuple[TextLogprob, ...] | None = None
 
 
 _OPENAI_REASON = {
@@ -233,4 +287,35 @@ def _encode_choice(chunk: TextChunk) -> Wire:
         choice["delta"] = {"role": "assistant", "content": chunk.text} if chunk.first else {"content": chunk.text}
     else:
         choice["text"] = chunk.text
+    if chunk.logprobs is not None:
+        choice["logprobs"] = _chat_logprobs(chunk.logprobs) if chunk.chat else _completion_logprobs(chunk.logprobs)
     return choice
+
+
+def _chat_logprobs(logprobs: tuple[TextLogprob, ...]) -> Wire:
+    entries = [
+        {**_chat_logprob(each), "token_id": each.token_id, "top_logprobs": list(map(_chat_logprob, each.top))}
+        for each in logprobs
+    ]
+    return {"content": entries, "refusal": None}
+
+
+def _chat_logprob(entry: TextLogprob) -> Wire:
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.token.encode())}
+
+
+def _completion_logprobs(logprobs: tuple[TextLogprob, ...]) -> Wire:
+    return {
+        "tokens": [each.token for each in logprobs],
+        "token_logprobs": [each.logprob for each in logprobs],
+        "top_logprobs": [_alternatives(each) for each in logprobs],
+        "text_offset": [each.offset for each in logprobs],
+    }
+
+
+def _alternatives(entry: TextLogprob) -> Wire:
+    """Return the alternatives, the best first; of several with one text the best is listed."""
+    listed: Wire = {}
+    for other in entry.top:
+        listed.setdefault(other.token, other.logprob)
+    return listed

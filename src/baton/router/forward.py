@@ -8,7 +8,7 @@ from contextlib import aclosing
 from baton.errors import BatonError, EngineFailed, PeerLost
 from baton.ports.runtime import Context, Wire
 from baton.protocol.lifecycle import State
-from baton.request.cancel_scope import CancelScope
+from baton.request.forwarded_context import ForwardedContext
 from baton.request.tracker import RequestTracker, TrackedRequest
 from baton.router.metrics import RouterMetrics
 from baton.router.plan import PoolRole
@@ -38,7 +38,7 @@ class Forwarder:
         with self._tracker.track(context, view.point.length, str(request.get("model", ""))) as tracked:
             tracked.lifecycle.advance(State.SUBMITTED)
             route = router.route(view)
-            pool_context = _PoolContext(context, tracked.scope)
+            pool_context = ForwardedContext(context, tracked.scope)
             failure: BatonError | None = None
             while (state := self._next_pool(router.role, route, failure, tracked)) is not None:
                 attempt = _Attempt(state, tracked)
@@ -155,16 +155,3 @@ class _Attempt:
         """Average time between tokens; None if all tokens were in the first output."""
         more = self._tokens - self._first_tokens
         return (self._last - self._first) * 1000 / more if more else None
-
-
-class _PoolContext:
-    """The Context of a forwarded request: the caller's id and trace, cancelled with the request's cancel scope."""
-
-    def __init__(self, context: Context, scope: CancelScope) -> None:
-        self._scope = scope
-        self.id = context.id
-        self.trace_headers = context.trace_headers
-
-    def on_cancel(self, callback: Callable[[], None]) -> None:
-        """See `Context.on_cancel`."""
-        self._scope.on_fire(lambda _: callback())

@@ -1,23 +1,28 @@
-"""The rules of `EncodeEngine.encode` as tests."""
+"""The rules of `EncodeEngine.encode` as tests: `RowsContract` for engines that return rows, else `HandlesContract`."""
 
 import asyncio
+import io
 import json
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 import pytest
+from PIL import Image
 
+from baton.engine_kit.content_hash import rows_hash
 from baton.errors import EngineDead, InvalidRequest
+from baton.media.embedding_store import ITEM_BYTES
 from baton.media.images import probe_image
-from baton.ports.engine import Encoded, EncodeEngine, EncodeWork
+from baton.ports.engine import Encoded, EncodeEngine, EncodeWork, EngineInfo
 from baton.protocol.ids import new_request_id
-from baton.protocol.media import MediaFile
+from baton.protocol.media import EncodedItem, MediaFile
 from baton.testing.bounded import eventually, run_bounded
 from baton.testing.fakes import running
 
 
 class EncodeContract:
-    """Subclass it in a test module and override `make_engine`, and `held` if the engine can report it."""
+    """The rules for every engine that encodes. Subclass `RowsContract` or `HandlesContract` instead."""
 
     limit_s = 30.0
 
@@ -40,41 +45,7 @@ class EncodeContract:
         async def body() -> None:
             can = self.make_engine().capabilities
             assert can.media_encoding
-            assert "image" in can.modalities
-
-        self._run(body())
-
-    @pytest.mark.parametrize("images", [1, 3])
-    def test_encoded_media_are_plain_json_and_held_until_abort(self, images: int) -> None:
-        """The prompt is computed in another process."""
-
-        async def body() -> None:
-            engine = self.make_engine()
-            async with running(engine):
-                work = self.encode_work(images)
-                encoded = await engine.encode(work)
-                assert json.loads(json.dumps(encoded.params)) == encoded.params
-                assert self.held(engine) in (None, images)
-                await engine.abort(work.request_id)
-                await self._nothing_held(engine)
-
-        self._run(body())
-
-    def test_an_id_is_in_use_until_abort(self) -> None:
-        """After abort it can be used again."""
-
-        async def body() -> None:
-            engine = self.make_engine()
-            async with running(engine):
-                work = self.encode_work()
-                first = await engine.encode(work)
-                with pytest.raises(InvalidRequest, match="in use"):
-                    await engine.encode(work)
-                await engine.abort(work.request_id)
-                await engine.abort(work.request_id)
-                again = await engine.encode(work)
-                assert first.params.keys() == again.params.keys()
-                await engine.abort(work.request_id)
+            assert "image" in can.encoded_modalities
 
         self._run(body())
 
@@ -141,5 +112,115 @@ class EncodeContract:
     def _run(self, body: Coroutine[Any, Any, None]) -> None:
         run_bounded(body, self.limit_s)
 
+    def _check_rows(self, encoded: Encoded, info: EngineInfo, images: int) -> None:
+        """The same image has the same rows every time, of the type that the engine said."""
+        assert info.media is not None
+        shape, first = info.media.shape, encoded.items[0]
+        assert first.item.embed_token == info.media.placeholders["image"].token
+        assert (first.item.modality, first.dtype, first.size) == ("image", shape.dtype, shape.size)
+        assert (first.data.contiguous, first.data.nbytes % (first.item.rows * first.size)) == (True, 0)
+        assert msgspec.json.decode(msgspec.json.encode(first.item), type=EncodedItem) == first.item
+        assert [(rows.item, bytes(rows.data)) for rows in encoded.items] == [(first.item, bytes(first.data))] * images
+
     async def _nothing_held(self, engine: EncodeEngine) -> None:
         await eventually(lambda: self.held(engine) in (None, 0), self.limit_s)
+
+
+class HandlesContract(EncodeContract):
+    """For engines that hold what they encode.
+
+    Subclass it in a test module and override `make_engine`, and `held` if the engine can report it.
+    """
+
+    @pytest.mark.parametrize("images", [1, 3])
+    def test_encoded_media_are_plain_json_and_held_until_abort(self, images: int) -> None:
+        """The prompt is computed in another process."""
+
+        async def body() -> None:
+            engine = self.make_engine()
+            async with running(engine):
+                work = self.encode_work(images)
+                encoded = await engine.encode(work)
+                assert json.loads(json.dumps(encoded.params)) == encoded.params
+                assert self.held(engine) in (None, images)
+                await engine.abort(work.request_id)
+                await self._nothing_held(engine)
+
+        self._run(body())
+
+    def test_an_id_is_in_use_until_abort(self) -> None:
+        """After abort it can be used again."""
+
+        async def body() -> None:
+            engine = self.make_engine()
+            async with running(engine):
+                work = self.encode_work()
+                first = await engine.encode(work)
+                with pytest.raises(InvalidRequest, match="in use"):
+                    await engine.encode(work)
+                await engine.abort(work.request_id)
+                await engine.abort(work.request_id)
+                again = await engine.encode(work)
+                assert set(first.params or ()) == set(again.params or ())
+                await engine.abort(work.request_id)
+
+        self._run(body())
+
+
+class RowsContract(EncodeContract):
+    """For engines that return rows. Subclass it in a test module and override `make_engine`."""
+
+    def image(self, colour: int) -> MediaFile:
+        """Return an image; another number gives another one."""
+        file = io.BytesIO()
+        Image.new("RGB", (40 + colour, 30), (colour, 7, 9)).save(file, "PNG")
+        return MediaFile(modality="image", data=file.getvalue())
+
+    def test_every_modality_that_is_encoded_has_a_placeholder(self) -> None:
+        """Typed ones are told from those of the template, and are no special token then."""
+
+        async def body() -> None:
+            engine = self.make_engine()
+            async with running(engine) as info:
+                assert info.media is not None
+                assert set(info.media.placeholders) >= engine.capabilities.encoded_modalities
+                tokens = {each.token for each in info.media.placeholders.values()}
+                for each in info.media.placeholders.values():
+                    assert each.as_text
+                    assert tokens.isdisjoint(each.as_text)
+
+        self._run(body())
+
+    def test_each_file_gets_its_rows_in_order(self) -> None:
+        """The rows have the shape of `EngineInfo.media`, and the hash that handlers look them up by."""
+
+        async def body() -> None:
+            engine = self.make_engine()
+            async with running(engine) as info:
+                assert info.media is not None
+                shape = info.media.shape
+                files = tuple(map(self.image, (1, 2, 1)))
+                work = EncodeWork(request_id=new_request_id("rows"), token_ids=(1,), media=files)
+                first, second, third = (await engine.encode(work)).items
+                for file, rows in zip(files, (first, second, third), strict=True):
+                    assert (rows.dtype, rows.size) == (shape.dtype, shape.size)
+                    assert rows.item.content_hash == rows_hash(shape.model, file.data, file.modality)
+                    assert rows.item.rows > 0
+                    assert rows.data.nbytes == rows.item.rows * shape.size * ITEM_BYTES[shape.dtype]
+                assert first.item == third.item
+                assert first.data.tobytes() == third.data.tobytes() != second.data.tobytes()
+
+        self._run(body())
+
+    def test_nothing_is_held_after_the_call(self) -> None:
+        """The id can be used again at once."""
+
+        async def body() -> None:
+            engine = self.make_engine()
+            async with running(engine):
+                work = self.encode_work()
+                once, again = await engine.encode(work), await engine.encode(work)
+                assert [each.item for each in once.items] == [each.item for each in again.items]
+                assert (once.params, again.params) == (None, None)
+
+        self._run(body())

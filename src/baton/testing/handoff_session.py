@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from baton.ports.engine import Stream, Work
-from baton.ports.transfer import KvMemory
+from baton.ports.transfer import BlockMemory
 from baton.protocol.handoff import Bootstrap, Consume, Handoff, Produce
 from baton.protocol.ids import new_request_id
 from baton.protocol.outputs import Finished, KvComputed, KvWanted, TokenDelta
@@ -66,7 +66,7 @@ class Produced:
         await self.session.engine.abort(self.work.request_id)
 
 
-def memory_of(session: Session) -> KvMemory:
+def memory_of(session: Session) -> BlockMemory:
     """Return the KV memory of the engine."""
     assert session.info.kv is not None
     return session.info.kv
@@ -100,19 +100,19 @@ async def scores_of(stream: Stream) -> list[float]:
     return scores
 
 
-def read_block(memory: KvMemory, block: int) -> tuple[bytes, ...]:
+def read_block(memory: BlockMemory, block: int) -> tuple[bytes, ...]:
     """Return the content of `block`, plane by plane."""
     return tuple(ctypes.string_at(address, memory.block_bytes) for address in _addresses(memory, block))
 
 
-def write_block(memory: KvMemory, block: int, content: Sequence[bytes]) -> None:
+def write_block(memory: BlockMemory, block: int, content: Sequence[bytes]) -> None:
     """Write what `read_block` returned, perhaps for another cache, into `block`."""
     for address, part in zip(_addresses(memory, block), content, strict=True):
         assert len(part) == memory.block_bytes, "the blocks of two caches of one shape have one size"
         ctypes.memmove(address, part, len(part))
 
 
-def _addresses(memory: KvMemory, block: int) -> Iterable[int]:
+def _addresses(memory: BlockMemory, block: int) -> Iterable[int]:
     assert 0 <= block < memory.blocks, "a block is a block of the cache"
     first = memory.address + block * memory.block_bytes
     return range(first, first + memory.nbytes, memory.plane_bytes)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from baton.engine_kit.cpp_build import BuildError, load_library
 from baton.errors import PeerLost
-from baton.ports.transfer import KvMemory
+from baton.ports.transfer import BlockMemory, KvShape
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Stop:
         return self._flag
 
 
-def require_sound(memory: KvMemory, size: int) -> None:
+def require_sound(memory: BlockMemory, size: int) -> None:
     """Raise PeerLost unless `memory` is consistent and fits into the `size` bytes that exist."""
     smallest = min(memory.planes, memory.plane_bytes, memory.block_bytes, memory.blocks)
     if smallest < 1:
@@ -74,26 +74,35 @@ def require_sound(memory: KvMemory, size: int) -> None:
         raise PeerLost(f"a KV cache of {memory.nbytes} bytes does not fit into memory of {size} bytes")
 
 
-def require_alike(mine: KvMemory | None, theirs: KvMemory | None) -> None:
+def require_alike(mine: BlockMemory | None, theirs: BlockMemory | None) -> None:
     """Raise PeerLost unless a block of one memory is valid in the other, or both engines move KV themselves."""
     if mine is None and theirs is None:
         return
     if mine is None or theirs is None:
         raise PeerLost("one engine moves KV itself and the other does not: no handoff between them is possible")
+    if type(mine.shape) is not type(theirs.shape):
+        raise PeerLost("one worker has a KV cache and the other has embeddings: no handoff between them is possible")
+    if different := _differences(mine, theirs):
+        raise PeerLost(f"{_name(mine)} are not compatible: {', '.join(different)}")
+
+
+def _differences(mine: BlockMemory, theirs: BlockMemory) -> list[str]:
     pairs = [(name, getattr(mine.shape, name), getattr(theirs.shape, name)) for name in mine.shape.__struct_fields__]
     pairs += [(name, getattr(mine, name), getattr(theirs, name)) for name in ("planes", "block_bytes")]
-    different = [f"{name} is {own} here and {other} there" for name, own, other in pairs if own != other]
-    if different:
-        raise PeerLost(f"the KV caches are not compatible: {', '.join(different)}")
+    return [f"{name} is {own} here and {other} there" for name, own, other in pairs if own != other]
 
 
-def require_host(memory: KvMemory, transport: str) -> None:
+def _name(memory: BlockMemory) -> str:
+    return "the KV caches" if isinstance(memory.shape, KvShape) else "the embeddings of the two workers"
+
+
+def require_host(memory: BlockMemory, transport: str) -> None:
     """Raise PeerLost unless the CPU can read and write `memory`."""
     if memory.device != "cpu":
         raise PeerLost(f"{transport} cannot move KV of device {memory.device}")
 
 
-def block_numbers(memory: KvMemory, blocks: Sequence[int] | Numbers) -> Numbers:
+def block_numbers(memory: BlockMemory, blocks: Sequence[int] | Numbers) -> Numbers:
     """Return `blocks` as an array. Raises PeerLost unless `memory` has all of them."""
     try:
         numbers: Numbers = np.asarray(blocks, dtype=np.int64)
@@ -107,7 +116,7 @@ def block_numbers(memory: KvMemory, blocks: Sequence[int] | Numbers) -> Numbers:
 
 
 def block_pairs(
-    their_memory: KvMemory, theirs: Sequence[int], my_memory: KvMemory, mine: Sequence[int]
+    their_memory: BlockMemory, theirs: Sequence[int], my_memory: BlockMemory, mine: Sequence[int]
 ) -> tuple[Numbers, Numbers]:
     """Return both lists as arrays. Raises PeerLost unless they are equally long and within the caches."""
     if len(theirs) != len(mine):
@@ -115,19 +124,21 @@ def block_pairs(
     return block_numbers(their_memory, theirs), block_numbers(my_memory, mine)
 
 
-def spans(memory: KvMemory, blocks: Numbers) -> Spans:
+def spans(memory: BlockMemory, blocks: Numbers) -> Spans:
     """Return the spans of `blocks`: plane by plane, in their order, with adjacent blocks joined."""
     starts, counts = _runs(blocks)
     return _spans(memory, blocks[starts], counts)
 
 
-def paired_spans(their_memory: KvMemory, theirs: Numbers, my_memory: KvMemory, mine: Numbers) -> tuple[Spans, Spans]:
+def paired_spans(
+    their_memory: BlockMemory, theirs: Numbers, my_memory: BlockMemory, mine: Numbers
+) -> tuple[Spans, Spans]:
     """Return the spans of both lists, cut alike: span i of one is as long as span i of the other."""
     starts, counts = _runs(theirs, mine)
     return _spans(their_memory, theirs[starts], counts), _spans(my_memory, mine[starts], counts)
 
 
-def copy_blocks(to: KvMemory, source: KvMemory, theirs: Numbers, mine: Numbers, stop: Stop) -> bool:
+def copy_blocks(to: BlockMemory, source: BlockMemory, theirs: Numbers, mine: Numbers, stop: Stop) -> bool:
     """Copy blocks `theirs` of `source` into blocks `mine` of `to`; both are validated memory of this process.
 
     Returns whether everything was copied: False if `stop` was set meanwhile. Other threads run while it copies.
@@ -166,7 +177,7 @@ def load_copier() -> ctypes.CDLL | None:
     return library
 
 
-def copy_blocks_with_numpy(to: KvMemory, source: KvMemory, theirs: Numbers, mine: Numbers, stop: Stop) -> bool:
+def copy_blocks_with_numpy(to: BlockMemory, source: BlockMemory, theirs: Numbers, mine: Numbers, stop: Stop) -> bool:
     """Copy like `copy_blocks`, without the compiled code.
 
     It takes the interpreter lock again for every run of blocks and waits for it while other threads are busy: a
@@ -203,7 +214,7 @@ async def wait_for_thread(work: Future[T], stop: Stop) -> T:
         raise
 
 
-def _view(memory: KvMemory) -> NDArray[np.uint8]:
+def _view(memory: BlockMemory) -> NDArray[np.uint8]:
     """Return the blocks of `memory` as an array of planes, blocks and bytes."""
     raw = memoryview((ctypes.c_uint8 * memory.nbytes).from_address(memory.address)).cast("B")
     planes = np.frombuffer(raw, np.uint8).reshape(memory.planes, memory.plane_bytes)
@@ -223,6 +234,6 @@ def _runs(*lists: Numbers) -> tuple[Numbers, Numbers]:
     return starts, np.diff(starts, append=size)
 
 
-def _spans(memory: KvMemory, firsts: Numbers, counts: Numbers) -> Spans:
+def _spans(memory: BlockMemory, firsts: Numbers, counts: Numbers) -> Spans:
     planes = memory.address + np.arange(memory.planes, dtype=np.int64)[:, None] * memory.plane_bytes
     return Spans((planes + firsts * memory.block_bytes).ravel(), np.tile(counts * memory.block_bytes, memory.planes))

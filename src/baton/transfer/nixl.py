@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import PeerLost
-from baton.ports.transfer import Channel, KvMemory
+from baton.ports.transfer import BlockMemory, Channel
 from baton.protocol.handoff import Ticket
 from baton.transfer.block_copy import (
     Numbers,
@@ -67,7 +67,7 @@ class NixlServer:
 
     name = "nixl"
 
-    def __init__(self, memory: KvMemory, start_timeout_s: float = 30.0) -> None:
+    def __init__(self, memory: BlockMemory, start_timeout_s: float = 30.0) -> None:
         self._memory = memory
         self._start_timeout_s = start_timeout_s
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="baton-kv-nixl")
@@ -97,7 +97,7 @@ class NixlClient:
     name = "nixl"
 
     def __init__(
-        self, mine: KvMemory, connect_timeout_s: float = 30.0, stall_timeout_s: float = 5.0, threads: int = 4
+        self, mine: BlockMemory, connect_timeout_s: float = 30.0, stall_timeout_s: float = 5.0, threads: int = 4
     ) -> None:
         self._mine = mine
         self._connect_timeout_s = connect_timeout_s
@@ -106,7 +106,7 @@ class NixlClient:
         self._agent: Agent | None = None
         self._lock = asyncio.Lock()
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Channel:
+    async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> Channel:
         """Load the producer's metadata into this worker's agent. Raises PeerLost."""
         require_sound(memory, memory.nbytes)
         require_alike(self._mine, memory)
@@ -144,8 +144,8 @@ class NixlChannel:
         self,
         client: NixlClient,
         pool: ThreadPoolExecutor,
-        mine: KvMemory,
-        theirs: KvMemory,
+        mine: BlockMemory,
+        theirs: BlockMemory,
         remote: NixlDetails,
         connect_timeout_s: float,
         stall_timeout_s: float,
@@ -208,7 +208,7 @@ class Agent:
     Its name is unique: peers refuse another agent with a name that they know.
     """
 
-    def __init__(self, memory: KvMemory, *, serves: bool) -> None:
+    def __init__(self, memory: BlockMemory, *, serves: bool) -> None:
         self._nixl = _bindings()
         self._memory = memory
         self.name = f"baton-{secrets.token_hex(12)}"
@@ -254,7 +254,7 @@ class Agent:
             _log_errors(lambda: self._native.invalidateRemoteMD(name))
 
     def read(
-        self, name: str, theirs: KvMemory, source: Spans, target: Spans, stall_timeout_s: float, stop: Stop
+        self, name: str, theirs: BlockMemory, source: Spans, target: Spans, stall_timeout_s: float, stop: Stop
     ) -> None:
         """Read `source` of a producer into `target`. Raises PeerLost. After return nothing is written."""
         with self._changed:
@@ -322,14 +322,14 @@ class Agent:
             self._native = None  # the last reference: the agent ends here
             self._changed.notify_all()
 
-    def _list(self, memory: KvMemory, spans: Spans, part: slice) -> object:
+    def _list(self, memory: BlockMemory, spans: Spans, part: slice) -> object:
         """Return the NIXL descriptors of some spans: address, length, device."""
         kind, device = self._place(memory)
         addresses, lengths = spans.addresses[part], spans.lengths[part]
         rows: NDArray[np.uint64] = np.stack((addresses, lengths, np.full_like(lengths, device)), 1).astype(np.uint64)
         return self._nixl.nixlXferDList(kind, rows)
 
-    def _place(self, memory: KvMemory) -> tuple[object, int]:
+    def _place(self, memory: BlockMemory) -> tuple[object, int]:
         """Return the kind of memory and its device number."""
         name, _, number = memory.device.partition(":")
         return (self._nixl.DRAM_SEG if name == "cpu" else self._nixl.VRAM_SEG), int(number or 0)

@@ -1,4 +1,4 @@
-"""The consumer's side: claims rooms of prefill workers and fetches their KV while it is computed."""
+"""The consumer's side: claims rooms of other workers and fetches their blocks while they are computed."""
 
 import asyncio
 import logging
@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, PeerLost
-from baton.ports.transfer import Channel, KvMemory, TransportClient
+from baton.ports.transfer import BlockMemory, Channel, TransportClient
 from baton.protocol.handoff import Ticket
+from baton.protocol.media import PlacedItem
 from baton.protocol.outputs import KvWanted
 from baton.transfer import wire
 from baton.transfer.block_copy import require_alike
@@ -23,13 +24,13 @@ log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0
 IDLE_PEER_S = 600.0
-GIVEN_UP = Cancelled("the decode worker has given up its claim")
+GIVEN_UP = Cancelled("the other worker has given up its claim")
 
 T = TypeVar("T")
 
 
-def open_room_client(options: KvTransferOptions, memory: KvMemory | None) -> "RoomClient":
-    """Return a client that fetches KV into `memory`, or only claims it for an engine that fetches KV itself.
+def open_room_client(options: KvTransferOptions, memory: BlockMemory | None) -> "RoomClient":
+    """Return a client that fetches blocks into `memory`, or only claims it for an engine that fetches KV itself.
 
     Raises ConfigError.
     """
@@ -40,7 +41,7 @@ class RoomClient:
     """A Consumer (see `ports/transfer.py`). Event-loop thread only."""
 
     def __init__(
-        self, options: KvTransferOptions, memory: KvMemory | None, transports: Sequence[TransportClient]
+        self, options: KvTransferOptions, memory: BlockMemory | None, transports: Sequence[TransportClient]
     ) -> None:
         self.options = options
         self.memory = memory
@@ -104,7 +105,7 @@ class RoomClient:
 
     @asynccontextmanager
     async def channel_to(
-        self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory
+        self, claim: "RoomClaim", accepted: wire.Accepted, memory: BlockMemory
     ) -> AsyncIterator[tuple[Channel, str]]:
         """Provide the channel to a producer's `memory`, and its transport; the first claim negotiates it.
 
@@ -138,7 +139,7 @@ class RoomClient:
         except OSError as error:  # TimeoutError is one
             self.forget_producer(ticket)
             reason = error.strerror or f"no answer within {self.options.connect_timeout_s:g} s"
-            raise PeerLost(f"cannot connect to the prefill worker at {ticket.host}:{ticket.port}: {reason}") from None
+            raise PeerLost(f"cannot connect to the worker at {ticket.host}:{ticket.port}: {reason}") from None
 
     def _peer(self, producer: str) -> ProducerPeer:
         peer = self._peers.get(producer)
@@ -148,7 +149,7 @@ class RoomClient:
         peer.used_at = time.monotonic()
         return peer
 
-    async def _negotiate(self, claim: "RoomClaim", accepted: wire.Accepted, memory: KvMemory) -> tuple[Channel, str]:
+    async def _negotiate(self, claim: "RoomClaim", accepted: wire.Accepted, memory: BlockMemory) -> tuple[Channel, str]:
         problems = [f"it offers {', '.join(accepted.transports)}"]
         for client in self._transports:
             if client.name not in accepted.transports:
@@ -160,7 +161,7 @@ class RoomClient:
                 return await client.connect(claim.ticket, memory, opened.details), client.name
             except PeerLost as error:
                 problems.append(f"{client.name}: {error.message}")
-        raise PeerLost(f"no transport reads the prefill worker's memory ({'; '.join(problems)})")
+        raise PeerLost(f"no transport reads the other worker's memory ({'; '.join(problems)})")
 
     async def _decline(self, ticket: Ticket) -> None:
         connection = outgoing_connection(self.options.heartbeat_s, self.options.peer_timeout_s)
@@ -198,7 +199,8 @@ class RoomClaim:
         self._connection = outgoing_connection(consumer.options.heartbeat_s, consumer.options.peer_timeout_s)
         self._connection.on_message = self._receive
         self._connection.on_lost = self._lose_connection
-        self._wanted: asyncio.Future[KvWanted] = loop.create_future()
+        self._wanted: asyncio.Future[tuple[KvWanted, ...]] = loop.create_future()
+        self._media: asyncio.Future[tuple[PlacedItem, ...]] = loop.create_future()
         self._accepted: asyncio.Future[wire.Accepted] = loop.create_future()
         self._opened: asyncio.Future[wire.Opened] = loop.create_future()
         self._released: asyncio.Future[None] = loop.create_future()
@@ -211,12 +213,21 @@ class RoomClaim:
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._clean_up)
 
+    async def media(self) -> tuple[PlacedItem, ...]:
+        """See `Claim.media`."""
+        return await self._received(self._media)
+
     async def claimed(self) -> None:
         """See `Claim.claimed`."""
-        waited: list[asyncio.Future[Any]] = [self._accepted, self._task]
+        await self._received(self._accepted)
+
+    async def _received(self, message: asyncio.Future[T]) -> T:
+        """Wait for a message of the producer. Raises what the claim failed with."""
+        waited: list[asyncio.Future[Any]] = [message, self._task]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if not self._accepted.done() or self._accepted.cancelled():  # cancelled with the task that waits for it
+        if not message.done() or message.cancelled():  # cancelled with the task that waits for it
             raise self._error or PeerLost("the claim was closed")
+        return message.result()
 
     async def bootstrap_address(self) -> tuple[str, int]:
         """See `Claim.bootstrap_address`."""
@@ -235,7 +246,7 @@ class RoomClaim:
             self._taken.set_result(None)
             self._connection.send(wire.Taken())
 
-    def place(self, wanted: KvWanted) -> None:
+    def place(self, *wanted: KvWanted) -> None:
         """See `Claim.place`."""
         if not self._wanted.done():
             self._wanted.set_result(wanted)
@@ -262,7 +273,7 @@ class RoomClaim:
         """Request the details of one of the producer's transports. Raises PeerLost."""
         self._opened = asyncio.get_running_loop().create_future()
         self._connection.send(wire.Open(transport))
-        return await _within(ANSWER_TIMEOUT_S, self._opened, f"the prefill worker did not open transport {transport}")
+        return await _within(ANSWER_TIMEOUT_S, self._opened, f"the other worker did not open transport {transport}")
 
     async def _run(self) -> None:
         """Call a callback whatever happens, unless closed: without one the request waits until its deadline."""
@@ -277,7 +288,7 @@ class RoomClaim:
             self._fail(error)
         except Exception:  # translated for the request and for the producer
             log.exception("room %d: the handoff failed", self.ticket.room)
-            self._fail(PeerLost("the KV handoff failed with an unexpected error; see the decode worker's log"))
+            self._fail(PeerLost("the handoff failed with an unexpected error; see the log of its worker"))
         if self._error is not None and not self._closed:
             self._on_lost(self._error)
 
@@ -304,28 +315,26 @@ class RoomClaim:
         async with self._consumer.channel_to(self, accepted, accepted.memory) as (channel, transport):
             await self._fetch(channel, transport, await self._wanted, memory)
         self._connection.send(wire.Taken())
-        problem = "the prefill worker did not confirm that the KV was still held"
+        problem = "the other worker did not confirm that the blocks were still held"
         await _within(ANSWER_TIMEOUT_S, self._released, problem)
 
-    async def _fetch(self, channel: Channel, transport: str, wanted: KvWanted, memory: KvMemory) -> None:
+    async def _fetch(self, channel: Channel, transport: str, wanted: Sequence[KvWanted], memory: BlockMemory) -> None:
         """Copy the wanted blocks into `memory`, part by part as they are computed."""
         position = 0
-        end = wanted.first + len(wanted.blocks)
+        end = max((each.first + len(each.blocks) for each in wanted), default=0)
         while True:
             part = await self._computed.get()
-            skipped = max(0, wanted.first - position)
-            theirs = part.blocks[skipped : max(skipped, end - position)]
-            start = max(position, wanted.first) - wanted.first
+            theirs, mine = _pairs(part.blocks, position, wanted)
             if theirs:
                 began = time.perf_counter()
-                await channel.fetch(self.ticket, theirs, wanted.blocks[start : start + len(theirs)])
+                await channel.fetch(self.ticket, theirs, mine)
                 self._consumer.seconds_by_transport[transport] += time.perf_counter() - began
                 self._consumer.bytes_by_transport[transport] += len(theirs) * memory.planes * memory.block_bytes
             position += len(part.blocks)
             if part.complete:
                 break
         if position < end:
-            raise PeerLost(f"the prefill worker has {position} blocks of this prompt, and {end} are needed")
+            raise PeerLost(f"the other worker has {position} blocks for this request, and {end} are needed")
         self.cached_tokens = part.cached_tokens
 
     def _receive(self, message: wire.Message) -> None:
@@ -334,6 +343,8 @@ class RoomClaim:
                 self._accept(message)
             case wire.Opened() if not self._opened.done():
                 self._opened.set_result(message)
+            case wire.Placed() if not self._media.done():
+                self._media.set_result(message.media)
             case wire.Computed():
                 self._computed.put_nowait(message)
             case wire.Released() if not self._released.done():
@@ -362,6 +373,18 @@ class RoomClaim:
             return  # all KV has arrived
         self._error = self._error or error
         self._task.cancel()
+
+
+def _pairs(blocks: Sequence[int], position: int, wanted: Sequence[KvWanted]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return those of the producer's `blocks`, the first of which is number `position`, that are wanted, and where."""
+    theirs: list[int] = []
+    mine: list[int] = []
+    for each in wanted:
+        first, end = max(position, each.first), min(position + len(blocks), each.first + len(each.blocks))
+        if first < end:
+            theirs += blocks[first - position : end - position]
+            mine += each.blocks[first - each.first : end - each.first]
+    return tuple(theirs), tuple(mine)
 
 
 async def _within(limit_s: float, answer: asyncio.Future[T], problem: str) -> T:

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
-from baton.ports.transfer import KvMemory
+from baton.ports.transfer import BlockMemory
 from baton.protocol.handoff import Ticket
+from baton.protocol.media import PlacedItem
 from baton.protocol.outputs import KvComputed
 from baton.transfer import wire
 from baton.transfer.block_copy import require_alike
@@ -29,9 +30,9 @@ BACKLOG = 512
 
 
 async def open_room_server(
-    options: KvTransferOptions, memory: KvMemory | None, host: str, bootstrap_address: tuple[str, int] | None = None
+    options: KvTransferOptions, memory: BlockMemory | None, host: str, bootstrap_address: tuple[str, int] | None = None
 ) -> "RoomServer":
-    """Listen on `host` for claims to KV in `memory`, or of an engine that moves KV itself, at `bootstrap_address`.
+    """Listen on `host` for claims to blocks of `memory`, or of an engine that moves KV itself, at `bootstrap_address`.
 
     Raises ConfigError.
     """
@@ -50,7 +51,7 @@ class RoomServer:
     def __init__(
         self,
         options: KvTransferOptions,
-        memory: KvMemory | None,
+        memory: BlockMemory | None,
         listener: socket.socket,
         bootstrap_address: tuple[str, int] | None = None,
     ) -> None:
@@ -99,7 +100,7 @@ class RoomServer:
         try:
             self._retry_claims(room.number)
         except Exception:
-            self.end(room, RoomState.FAILED, PeerLost("an unexpected error at the prefill worker; see its log"))
+            self.end(room, RoomState.FAILED, PeerLost("an unexpected error at the worker that offers it; see its log"))
             raise
         return lease
 
@@ -119,7 +120,7 @@ class RoomServer:
     async def close(self) -> None:
         """End every lease and stop listening. Idempotent."""
         for room in tuple(self._leases):
-            self.end(room, RoomState.FAILED, PeerLost("the prefill worker is shutting down"))
+            self.end(room, RoomState.FAILED, PeerLost("the worker that offers it is shutting down"))
         for session in tuple(self._sessions):
             session.close()
         for task in self._tasks:
@@ -171,7 +172,7 @@ class RoomServer:
             session.connection.send(wire.Opened(transport, problem=error.message))
         except Exception:  # translated for the consumer, which then tries the next transport
             log.exception("transport %s cannot be opened", transport)
-            session.connection.send(wire.Opened(transport, problem="an unexpected error at the prefill worker"))
+            session.connection.send(wire.Opened(transport, problem="an unexpected error there; see its log"))
 
     def _retry_claims(self, number: int) -> None:
         for session in self._waiting.pop(number, ()):
@@ -205,6 +206,17 @@ class RoomLease:
         self._on_lost: Callable[[BatonError], None] | None = None
         self._end: asyncio.Future[None] = loop.create_future()
         self._timer = loop.call_later(claim_timeout_s, self._expire, claim_timeout_s)
+
+    @property
+    def claimed(self) -> bool:
+        """See `Lease.claimed`."""
+        return self._session is not None
+
+    def placed(self, media: Sequence[PlacedItem]) -> None:
+        """See `Lease.placed`."""
+        self._room.media = tuple(media)
+        if self._session is not None:
+            self._session.connection.send(wire.Placed(self._room.media))
 
     def computed(self, output: KvComputed) -> None:
         """See `Lease.computed`."""
@@ -246,7 +258,7 @@ class RoomLease:
                 self._on_lost(error)
 
     def _expire(self, claim_timeout_s: float) -> None:
-        error = PeerLost(f"no decode worker has claimed the KV within {claim_timeout_s:g} s")
+        error = PeerLost(f"no worker has claimed it within {claim_timeout_s:g} s")
         self._producer.end(self._room, RoomState.EXPIRED, error)
 
 
@@ -254,7 +266,7 @@ class _ClaimSession:
     """One connected consumer and its claim."""
 
     def __init__(
-        self, producer: RoomServer, memory: KvMemory | None, options: KvTransferOptions, slot: ConnectionSlot
+        self, producer: RoomServer, memory: BlockMemory | None, options: KvTransferOptions, slot: ConnectionSlot
     ) -> None:
         self.connection = incoming_connection(options.heartbeat_s, options.peer_timeout_s)
         self.connection.on_message = self._receive
@@ -285,6 +297,8 @@ class _ClaimSession:
         self._timer.cancel()
         room = self._room
         self.connection.send(self._producer.attach(room, self))
+        if room.media is not None:
+            self.connection.send(wire.Placed(room.media))
         if room.blocks:
             self.connection.send(wire.Computed(tuple(room.blocks), room.complete, room.cached_tokens))
 

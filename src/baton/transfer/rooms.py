@@ -1,7 +1,7 @@
 """The rooms of a producer: which blocks a consumer may read, and how each room ended. Plain and synchronous.
 
     offered ──► claimed ──► done
-       │           ├──────► failed      the prefill or the consumer failed
+       │           ├──────► failed      the producer or the consumer failed
        │           └──────► cancelled   one of the two gave it up
        └──► expired | failed | cancelled
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from baton.errors import BatonError, Cancelled, PeerLost
+from baton.protocol.media import PlacedItem
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -42,7 +43,7 @@ _MOVES = {
 class Room:
     """One lease: its secret, and the blocks that its consumer may read."""
 
-    __slots__ = ("blocks", "cached_tokens", "complete", "number", "prompt_tokens", "secret", "state")
+    __slots__ = ("blocks", "cached_tokens", "complete", "media", "number", "prompt_tokens", "secret", "state")
 
     def __init__(self, number: int, secret: bytes, prompt_tokens: int) -> None:
         self.number = number
@@ -50,6 +51,7 @@ class Room:
         self.prompt_tokens = prompt_tokens
         self.state = RoomState.OFFERED
         self.blocks: dict[int, None] = {}  # in prompt order
+        self.media: tuple[PlacedItem, ...] | None = None
         self.complete = False
         self.cached_tokens = 0
 
@@ -195,4 +197,4 @@ class Rooms:
 
     def _check_declined(self, number: int, secret: bytes) -> None:
         if self._declined.get((number, secret)):
-            raise Cancelled("the decode worker has given up its claim")
+            raise Cancelled("the other worker has given up its claim")

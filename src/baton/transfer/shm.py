@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import PeerLost
-from baton.ports.transfer import Channel, Check, KvMemory
+from baton.ports.transfer import BlockMemory, Channel, Check
 from baton.protocol.handoff import Room, Ticket
 from baton.transfer.block_copy import (
     Numbers,
@@ -78,7 +78,7 @@ class ShmServer:
     name = "shm"
 
     def __init__(
-        self, memory: KvMemory, check: Check, max_connections: int = 1024, request_timeout_s: float = 3.0
+        self, memory: BlockMemory, check: Check, max_connections: int = 1024, request_timeout_s: float = 3.0
     ) -> None:
         self._memory = memory
         self._check = check
@@ -176,12 +176,12 @@ class ShmClient:
 
     name = "shm"
 
-    def __init__(self, mine: KvMemory, connect_timeout_s: float = 3.0, threads: int = 2) -> None:
+    def __init__(self, mine: BlockMemory, connect_timeout_s: float = 3.0, threads: int = 2) -> None:
         self._mine = mine
         self._connect_timeout_s = connect_timeout_s
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-kv-shm")
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Channel:
+    async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> Channel:
         """Map the producer's cache. Raises PeerLost, immediately if the producer is on another host."""
         for side in (self._mine, memory):
             require_host(side, self.name)
@@ -200,7 +200,7 @@ class ShmClient:
         except OSError as error:
             raise PeerLost(f"the producer's KV cache cannot be mapped: {error}") from None
 
-    async def _map(self, ticket: Ticket, memory: KvMemory, name: str) -> Channel:
+    async def _map(self, ticket: Ticket, memory: BlockMemory, name: str) -> Channel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -223,8 +223,8 @@ class ShmChannel:
     def __init__(
         self,
         pool: ThreadPoolExecutor,
-        mine: KvMemory,
-        theirs: KvMemory,
+        mine: BlockMemory,
+        theirs: BlockMemory,
         mapping: NDArray[np.uint8],
         connection: socket.socket,
     ) -> None:
@@ -267,7 +267,9 @@ class ShmChannel:
         self._connection.close()
 
 
-def _copy(mapping: object, mine: KvMemory, theirs: KvMemory, source: Numbers, target: Numbers, stop: Stop) -> bool:
+def _copy(
+    mapping: object, mine: BlockMemory, theirs: BlockMemory, source: Numbers, target: Numbers, stop: Stop
+) -> bool:
     """Copy while referring to the mapping that contains `theirs`."""
     return copy_blocks(mine, theirs, source, target, stop)
 
@@ -302,7 +304,7 @@ async def _connect(connection: socket.socket, name: str) -> None:
             raise PeerLost(f"the producer's KV cache is not on this host: {error}") from None
 
 
-def _receive_mapping(connection: socket.socket, memory: KvMemory) -> NDArray[np.uint8]:
+def _receive_mapping(connection: socket.socket, memory: BlockMemory) -> NDArray[np.uint8]:
     """Receive the producer's answer and map the passed file. Raises PeerLost."""
     packet, descriptors, _, _ = socket.recv_fds(connection, PACKET_BYTES, 1)
     if not packet:

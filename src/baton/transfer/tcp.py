@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from baton.errors import PeerLost
-from baton.ports.transfer import Channel, Check, KvMemory
+from baton.ports.transfer import BlockMemory, Channel, Check
 from baton.protocol.handoff import Room, Ticket
 from baton.transfer.block_copy import (
     Numbers,
@@ -77,7 +77,7 @@ class TcpServer:
 
     name = "tcp"
 
-    def __init__(self, memory: KvMemory, check: Check, checksum: bool = False, stall_timeout_s: float = 5.0) -> None:
+    def __init__(self, memory: BlockMemory, check: Check, checksum: bool = False, stall_timeout_s: float = 5.0) -> None:
         self._memory = memory
         self._check = check
         self._checksum = checksum
@@ -189,14 +189,14 @@ class TcpClient:
     name = "tcp"
 
     def __init__(
-        self, mine: KvMemory, checksum: bool = False, connect_timeout_s: float = 3.0, stall_timeout_s: float = 5.0
+        self, mine: BlockMemory, checksum: bool = False, connect_timeout_s: float = 3.0, stall_timeout_s: float = 5.0
     ) -> None:
         self._mine = mine
         self._checksum = checksum
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> Channel:
+    async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> Channel:
         """Connect to the ticket's address and prove its secret. Raises PeerLost."""
         require_host(self._mine, self.name)
         require_sound(memory, memory.nbytes)
@@ -219,7 +219,7 @@ class TcpChannel:
     """A connection to one producer, established again after a failed fetch. Fetches run one at a time."""
 
     def __init__(
-        self, mine: KvMemory, theirs: KvMemory, checksum: bool, connect_timeout_s: float, stall_timeout_s: float
+        self, mine: BlockMemory, theirs: BlockMemory, checksum: bool, connect_timeout_s: float, stall_timeout_s: float
     ) -> None:
         self._mine = mine
         self._theirs = theirs

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from baton.config.transfer import KvTransferOptions, chosen_transports
 from baton.errors import ConfigError
-from baton.ports.transfer import Check, KvMemory, TransportClient, TransportServer
+from baton.ports.transfer import BlockMemory, Check, TransportClient, TransportServer
 from baton.transfer import nixl
 from baton.transfer.shm import ShmClient, ShmServer
 from baton.transfer.tcp import TcpClient, TcpServer
@@ -13,7 +13,7 @@ from baton.transfer.tcp import TcpClient, TcpServer
 T = TypeVar("T")
 
 
-def transport_servers(options: KvTransferOptions, memory: KvMemory, check: Check) -> dict[str, TransportServer]:
+def transport_servers(options: KvTransferOptions, memory: BlockMemory, check: Check) -> dict[str, TransportServer]:
     """Return the transports by which other workers can read `memory`, best first. Raises ConfigError if none works."""
     builders: dict[str, Callable[[], TransportServer]] = {}
     if memory.descriptor is not None:
@@ -25,7 +25,7 @@ def transport_servers(options: KvTransferOptions, memory: KvMemory, check: Check
     return _build_chosen(options, builders)
 
 
-def transport_clients(options: KvTransferOptions, memory: KvMemory) -> tuple[TransportClient, ...]:
+def transport_clients(options: KvTransferOptions, memory: BlockMemory) -> tuple[TransportClient, ...]:
     """Return the transports by which KV can be read into `memory`, best first. Raises ConfigError if none works."""
     builders: dict[str, Callable[[], TransportClient]] = {}
     if memory.device == "cpu":

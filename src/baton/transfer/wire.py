@@ -8,11 +8,14 @@ four of checksum, then a tagged message. A frame that is too long, corrupt or un
            ◄──────────────────── Accepted  the layout of the producer's, and its transports, best first
     Open   ────────────────────►           once for each pair of workers: details of this transport?
            ◄──────────────────── Opened
+           ◄──────────────────── Placed    the encoded media of a prompt that has any
            ◄──────────────────── Computed  further blocks can be read, as they are computed; the last one is complete
     Taken  ────────────────────►           everything has been read
            ◄──────────────────── Released  it was still held while it was read: only now it may be used
     Failed ◄───────────────────► Failed    from either side: the room has ended, and why
     Heartbeat ◄────────────────► Heartbeat periodically, from both
+
+Rows of encoded media are read in the same way: the blocks are those of an embedding store.
 
 Engines that move KV themselves show no memory. Accepted then carries the engine's bootstrap address, and Taken confirms
 that the engines have moved the KV.
@@ -34,8 +37,9 @@ from baton.errors import (
     PeerLost,
     Unsupported,
 )
-from baton.ports.transfer import KvMemory
+from baton.ports.transfer import BlockMemory
 from baton.protocol.handoff import Room, Secret
+from baton.protocol.media import PlacedItem
 
 ROOM_PREAMBLE = b"BatonKV2.room..."
 DATA_PREAMBLE = b"BatonKV2.data..."
@@ -51,14 +55,14 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 
     room: Room
     secret: Secret
-    memory: KvMemory | None
+    memory: BlockMemory | None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     """The claim is accepted. `producer` identifies the producer's process: it changes with every start."""
 
     producer: str
-    memory: KvMemory | None
+    memory: BlockMemory | None
     transports: tuple[str, ...]
     prompt_tokens: int
     bootstrap_address: tuple[str, int] | None = None
@@ -76,6 +80,12 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     transport: str
     details: dict[str, object] | None = None
     problem: str = ""
+
+
+class Placed(msgspec.Struct, frozen=True, tag="placed"):
+    """The encoded media of the prompt, and their places in it."""
+
+    media: tuple[PlacedItem, ...]
 
 
 class Computed(msgspec.Struct, frozen=True, tag="computed"):
@@ -105,7 +115,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """The sender is alive."""
 
 
-Message = Claim | Accepted | Open | Opened | Computed | Taken | Released | Failed | Heartbeat
+Message = Claim | Accepted | Open | Opened | Placed | Computed | Taken | Released | Failed | Heartbeat
 
 # Any worker would fail with these. Every other failure is local to the other worker, and a reason to retry elsewhere.
 _SAME_EVERYWHERE = {

@@ -3,7 +3,8 @@
 It is for tests of `engines/trtllm` only. `World` is what several doubles share: the machine, and KV in transfer.
 """
 
+from tests.doubles.trtllm.file_world import FileWorld
 from tests.doubles.trtllm.library import make_library
 from tests.doubles.trtllm.world import World
 
-__all__ = ["World", "make_library"]
+__all__ = ["FileWorld", "World", "make_library"]

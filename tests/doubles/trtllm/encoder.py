@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.models.directory import read_config
+from tests.doubles.trtllm.processor import Processor, patches_of
 from tests.doubles.trtllm.world import World
 from tests.doubles.trtllm_facts import Bound
-
-PATCH = 16  # an image has one token for each square of this many pixels, rounded up
 
 
 class EncodeState:
@@ -53,19 +52,36 @@ class EncoderState:
         self.over = False
         self._classes = classes
         self._world = world
+        self._processor = Processor(Path(arguments["model"]), world, classes.facts)
+        self._socket = threading.Lock()
         self._numbers = itertools.count(1)
         self._executor: Bound | None = Bound(_Executor(self), classes.facts, "executor.executor.GenerationExecutor")
 
-    def generate_async(self, inputs: dict[str, Any], sampling_params: object = None) -> Bound:
+    def preprocess(self, inputs: dict[str, Any], sampling_params: Any = None, disaggregated_params: Any = None) -> Any:
+        """Preprocess the images of a prompt."""
+        assert not sampling_params.add_special_tokens, "the prompt has its special tokens already"
+        made = self._processor.preprocess(inputs, disaggregated_params)
+        made.multimodal_params._bound_inner.images = inputs["multi_modal_data"]["image"]
+        return made
+
+    def generate_async(self, inputs: Any, sampling_params: object = None) -> Bound:
         """Accept a request."""
         if self.over:
             raise RuntimeError("LLM is shutting down")
-        images = inputs["multi_modal_data"]["image"]
-        if not images:
-            raise ValueError("there is no image to encode")
-        if any(image.mode != "RGB" for image in images):
-            raise TypeError("images are expected in RGB")
-        state = EncodeState(next(self._numbers), inputs["prompt_token_ids"], self._world)
+        assert self._socket.acquire(blocking=False), "two threads use the socket of the encoder"
+        try:
+            if isinstance(inputs, dict):
+                self._processor.expand(inputs, None)
+                if self._world.processor_broken:
+                    raise ValueError("the image processor is broken")
+                prompt, images = inputs.get("prompt_token_ids", [0]), inputs["multi_modal_data"]["image"]
+            else:
+                media = inputs.multimodal_params._bound_inner
+                prompt, images = inputs.prompt_token_ids, media.images
+                media.to_tensor("multimodal_data")
+        finally:
+            self._socket.release()
+        state = EncodeState(next(self._numbers), prompt, self._world)
         threading.Thread(target=self._encode, args=(state, images), name="trtllm-double-encode", daemon=True).start()
         return Bound(state, self._classes.facts, "llmapi.llm.RequestOutput")
 
@@ -91,7 +107,7 @@ class EncoderState:
         state.names = [self._world.share(image.tobytes()) for image in images]
         state.disaggregated_params = self._classes.disaggregated(
             multimodal_embedding_handles=[
-                {"method_key": 1, "storage_handle": name, "tensor_size": [_patches(image), 8]}
+                {"method_key": 1, "storage_handle": name, "tensor_size": [patches_of(image), 8]}
                 for name, image in zip(state.names, images, strict=True)
             ],
             multimodal_hashes=[list(hashlib.sha256(image.tobytes()).digest()[:8]) for image in images],
@@ -130,7 +146,3 @@ class _SharedTensor:
     def get_local_view(self) -> bytes:
         """Open it. Raises RuntimeError, as CUDA does, for memory that has been freed."""
         return self._world.read(self._name)
-
-
-def _patches(image: Any) -> int:
-    return int(-(-image.width // PATCH) * -(-image.height // PATCH))

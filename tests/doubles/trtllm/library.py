@@ -1,5 +1,6 @@
 """The double as the adapter gets it: classes with the members in the facts of a version, around the double's engine."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from baton.models.directory import read_config
 from tests.doubles.trtllm.cache import BlockCache
 from tests.doubles.trtllm.encoder import EncoderState, SharedTensors
 from tests.doubles.trtllm.engine import DoubleEngine
+from tests.doubles.trtllm.processor import Processor, load_video, make_rows
 from tests.doubles.trtllm.results import ResultState
 from tests.doubles.trtllm.world import World
 from tests.doubles.trtllm_facts import Bound, NotInFacts, VersionFacts, fact_class, load_facts
@@ -129,6 +131,7 @@ class _LlmState:
         self._arguments = arguments
         self._numbers = itertools.count(1)
         self._moves_kv = transceiver is not None
+        self._processor = Processor(Path(arguments["model"]), world, classes.facts)
         cache = BlockCache(blocks, size, windows, config.event_buffer_max_size, classes.new)
         vocabulary = read_config(Path(arguments["model"])).vocab_size
         self._engine = DoubleEngine(
@@ -150,6 +153,7 @@ class _LlmState:
         """Accept a request."""
         if self._engine.over:
             raise self._engine.death or RuntimeError("LLM is shutting down")
+        assert asyncio.get_running_loop(), "results are read on the loop of the call"
         sampling, params = fields["sampling_params"], fields.get("disaggregated_params")
         prompt = self._prompt(fields["inputs"], params)
         limit = self._arguments.get("max_num_tokens", MAX_NUM_TOKENS)
@@ -161,21 +165,20 @@ class _LlmState:
         self._engine.submit(result, sampling, params, fields.get("cache_salt"))
         return Bound(result, self._classes.facts, "llmapi.llm.RequestOutput")
 
-    def _prompt(self, inputs: dict[str, Any], params: Any) -> list[int]:
-        """Return the prompt as it is computed: with a token for each patch of its images, which are read now."""
-        prompt: list[int] = inputs["prompt_token_ids"]
-        handles = None if params is None else params.multimodal_embedding_handles
-        if handles is None:
-            return prompt
-        if params.request_type == "generation_only":
-            raise ValueError("Generation-only mode should not need multimodal parameters")
-        if not inputs.get("prompt"):
-            raise ValueError("Text prompt is required but not provided")
-        patches: list[int] = []
-        for handle in handles:
-            content = self._world.read(handle["storage_handle"])
-            patches += [1 + sum(content) % 200] * handle["tensor_size"][0]
-        return [*prompt, *patches]
+    def preprocess(self, inputs: dict[str, Any], sampling_params: Any = None, disaggregated_params: Any = None) -> Any:
+        """Preprocess a prompt with media."""
+        assert not sampling_params.add_special_tokens, "the prompt has its special tokens already"
+        return self._processor.preprocess(inputs, disaggregated_params)
+
+    def _prompt(self, inputs: Any, params: Any) -> list[int]:
+        """Return the prompt as it is computed. The media of one that was preprocessed are read now."""
+        if not isinstance(inputs, dict):
+            inputs.multimodal_params._bound_inner.to_tensor("multimodal_data")
+            return list(inputs.prompt_token_ids)
+        assert not inputs.get("multi_modal_data"), "preprocessing blocks the event loop"
+        if params is not None and params.multimodal_embedding_handles is not None:
+            return self._processor.expand(inputs, params)
+        return list(inputs["prompt_token_ids"])
 
     def get_stats(self, timeout: float = 2) -> list[Any]:
         """Block up to `timeout`, then return the items so far."""
@@ -312,9 +315,11 @@ def make_library(version: str, world: World, registry: CollectorRegistry = REGIS
         "metrics_collector": _collector(facts, registry),
         "encoder": lambda: make_encoder,
         "shared_tensors": shared_tensors,
+        "load_video": lambda: load_video,
         "engine_dead_error": EngineDeadError if classes.new else None,
         "new_handoff_id": new_id if classes.new else None,
         "tensor": list,
+        "rows": make_rows,
         "gpu_count": lambda: world.gpus,
     }
     return Library(features=features_of(version), **members)

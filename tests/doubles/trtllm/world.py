@@ -43,6 +43,12 @@ class World:
         self.encode_gate.set()
         self.unhealthy = False  # health checks of encoders fail
         self.encodes_aborted = False  # encoders ignore aborts
+        self.preprocess_gate = threading.Event()  # preprocessing waits for it
+        self.preprocess_gate.set()
+        self.expands_tokens = False  # preprocessing does not tokenise the text of a prompt again
+        self.prepared = 0  # preprocessed prompts whose media are in shared memory
+        self.preprocessed: list[str] = []  # the kinds of prompts that were preprocessed
+        self.processor_broken = False
         self._shared: dict[str, _Shared] = {}
         self._offered: dict[bytes, OfferedKv] = {}
         self._lock = threading.Lock()

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -183,9 +184,18 @@ class Stage(msgspec.Struct):
     frontend: Frontend
     clients: list[Client] = []
 
-    async def connect(self) -> Client:
-        """Return a new connection to the edge."""
-        client = Client(*await asyncio.open_connection(HOST, self.edge.port))
+    async def connect(self, receive_buffer: int | None = None) -> Client:
+        """Return a new connection to the edge, for which the kernel keeps `receive_buffer` bytes."""
+        sock = socket.socket()
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, (HOST, self.edge.port))
+        except OSError:
+            sock.close()
+            raise
+        client = Client(*await asyncio.open_connection(sock=sock))
         self.clients.append(client)
         return client
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import uuid
 
 import pytest
 
@@ -102,6 +103,19 @@ async def test_head_has_the_length_and_no_body() -> None:
 
 
 @on_uvloop
+async def test_requests_without_an_id_get_uuids_that_differ() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        ids = []
+        for _ in range(600):
+            client.send(get("/live"))
+            ids.append((await client.answer())[1]["x-request-id"])
+        assert len(set(ids)) == 600
+        assert {str(uuid.UUID(each)) for each in ids} == set(ids)
+        assert {uuid.UUID(each).version for each in ids} == {4}
+
+
+@on_uvloop
 async def test_expect_continue_is_answered_before_the_body_is_sent() -> None:
     async with stage() as s:
         client = await s.connect()
@@ -160,6 +174,38 @@ async def test_a_client_that_does_not_read_stops_the_frontend() -> None:
             while not (data := await client.reader.read(1 << 20)).endswith(b"0\r\n\r\n"):
                 size += len(data)
         assert size > 59_000_000
+
+
+@on_uvloop
+async def test_a_client_that_does_not_read_holds_little_of_its_answer() -> None:
+    """Also on connections that have carried much: the kernel gives those larger buffers."""
+    async with stage() as s:
+        event = chunk(b"data: " + b"x" * 200 + b"\n\n")
+        sent = 0
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            nonlocal sent
+            sent = 0
+            writer.write(EVENTS_HEAD)
+            while request.body == b'{"stalled":true}' or sent < 20_000_000:
+                writer.write(event * 20)
+                await writer.drain()
+                sent += len(event) * 20
+            writer.write(b"0\r\n\r\n")
+
+        s.frontend.reply = reply
+        client = await s.connect(receive_buffer=4096)
+        client.send(post(CHAT, b"{}"))
+        while not (await client.reader.read(1 << 20)).endswith(b"0\r\n\r\n"):
+            pass
+        client.send(post(CHAT, b'{"stalled":true}'))
+        await client.reader.readuntil(b"\r\n\r\n")
+        client.writer.transport.pause_reading()
+        before = -1
+        while sent != before:
+            before = sent
+            await asyncio.sleep(0.5)
+        assert sent < 4_000_000
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from baton.engine_kit.block_hash import signed_hash
 from baton.engine_kit.kv_ledger import KvLedger
-from baton.protocol.events import KvCleared, KvEvent, KvRemoved, KvStored
+from baton.protocol.events import KvCleared, KvEvent, KvRemoved, KvStored, RoutedRows
 
 SIZE = 2
 
@@ -48,6 +48,16 @@ def test_published_blocks_split_a_chain_into_runs() -> None:
         KvStored((3,), tokens(3), SIZE, 2),
         KvStored((5,), tokens(5), SIZE, 4),
         KvStored((6,), tokens(6), SIZE, 5),
+    ]
+
+
+def test_each_run_of_blocks_names_its_own_rows_of_media() -> None:
+    ledger = KvLedger(SIZE)
+    stored(ledger, 2)
+    events = ledger.stored([1, 2, 3], tokens(1, 2, 3), media=[RoutedRows(1, 5, "a"), RoutedRows(5, 6, "b")])
+    assert [event.media for event in events if isinstance(event, KvStored)] == [
+        (RoutedRows(1, 2, "a"),),
+        (RoutedRows(0, 1, "a"), RoutedRows(1, 2, "b")),
     ]
 
 

@@ -1,7 +1,7 @@
 """A prefill and a decode handler around a scripted engine, with fake rooms that record what is done to them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,9 +11,10 @@ from baton.handlers.decode import DecodeHandler
 from baton.handlers.prefill import PrefillHandler
 from baton.handlers.probe import ProbeHandler
 from baton.ports.engine import EngineInfo
-from baton.ports.transfer import KvMemory, KvShape
+from baton.ports.transfer import BlockMemory, KvShape
 from baton.protocol.handoff import Ticket
 from baton.protocol.lifecycle import State
+from baton.protocol.media import PlacedItem
 from baton.protocol.outputs import KvComputed, KvWanted
 from baton.request.gate import Gate
 from baton.request.tracker import RequestLimits, RequestTracker
@@ -22,7 +23,7 @@ from baton.testing.fakes import SCRIPTED_INFO
 from baton.testing.memory_runtime import MemoryContext
 
 SHAPE = KvShape(model="tiny", dtype="float32", layers=1, kv_heads=1, head_dim=4, block_size=16)
-MEMORY = KvMemory(shape=SHAPE, address=0, planes=2, plane_bytes=0, block_bytes=256, blocks=0)
+MEMORY = BlockMemory(shape=SHAPE, address=0, planes=2, plane_bytes=0, block_bytes=256, blocks=0)
 INFO_WITH_KV = msgspec.structs.replace(SCRIPTED_INFO, kv=MEMORY)
 
 
@@ -31,9 +32,14 @@ class FakeLease:
 
     def __init__(self) -> None:
         self.offered: list[KvComputed] = []
+        self.claimed = False
+        self.media: tuple[PlacedItem, ...] | None = None
         self.failed: BatonError | None = None
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_lost: Callable[[BatonError], None] | None = None
+
+    def placed(self, media: Sequence[PlacedItem]) -> None:
+        self.media = tuple(media)
 
     def computed(self, output: KvComputed) -> None:
         self.offered.append(output)
@@ -91,10 +97,14 @@ class FakeClaim:
         self.given_up = 0
         self.was_taken = 0
         self.accepted: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        self.placed_media: asyncio.Future[tuple[PlacedItem, ...]] = asyncio.get_running_loop().create_future()
         self.closed = 0
         self.on_close: Callable[[], None] = lambda: None
         self.may_close = asyncio.Event()
         self.may_close.set()
+
+    async def media(self) -> tuple[PlacedItem, ...]:
+        return await asyncio.shield(self.placed_media)
 
     async def claimed(self) -> None:
         await asyncio.shield(self.accepted)
@@ -105,8 +115,8 @@ class FakeClaim:
     def taken(self) -> None:
         self.was_taken += 1
 
-    def place(self, wanted: KvWanted) -> None:
-        self.placed.append(wanted)
+    def place(self, *wanted: KvWanted) -> None:
+        self.placed += wanted
 
     def give_up(self) -> None:
         self.given_up += 1
@@ -125,10 +135,13 @@ class FakeConsumer:
         self.tickets: list[Ticket] = []
         self.claims: list[FakeClaim] = []
         self.declined: list[Ticket] = []
+        self.media: tuple[PlacedItem, ...] | None = None  # of every claim, from its start on
 
     def claim(self, ticket: Ticket, on_arrived: Callable[[], None], on_lost: Callable[[BatonError], None]) -> FakeClaim:
         self.tickets.append(ticket)
         self.claims.append(FakeClaim(on_arrived, on_lost))
+        if self.media is not None:
+            self.claims[-1].placed_media.set_result(self.media)
         return self.claims[-1]
 
     def decline(self, ticket: Ticket) -> None:

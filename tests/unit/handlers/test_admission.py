@@ -40,7 +40,6 @@ REFUSALS: list[tuple[dict[str, Any], Capabilities, type[BatonError], str]] = [
     ({"sampling_options": {"logit_bias": {"1000": 1.0}}}, EVERYTHING, InvalidRequest, "logit_bias: '1000'"),
     ({"sampling_options": {"logit_bias": {"-1": 1.0}}}, EVERYTHING, InvalidRequest, "logit_bias: '-1'"),
     ({"sampling_options": {"logit_bias": {"²": 1.0}}}, EVERYTHING, InvalidRequest, "logit_bias: '²'"),
-    ({"multi_modal_data": {"video_url": ["https://a"]}}, EVERYTHING, Unsupported, "multi_modal_data.video_url"),
     ({"token_ids": [1] * 100}, EVERYTHING, ContextTooLong, "the prompt has 100"),
     ({"stop_conditions": {"max_tokens": 98}}, EVERYTHING, ContextTooLong, "max_tokens"),
     ({"stop_conditions": {"max_tokens": 5, "min_tokens": 6}}, EVERYTHING, InvalidRequest, "min_tokens"),
@@ -98,7 +97,7 @@ def test_media_encoded_by_an_encode_worker_are_accepted_whatever_their_modality(
     build({"multi_modal_data": {"image_url": ["https://a"]}, "encoder_result": {}}, NOTHING)
 
 
-ENCODES = Capabilities(generate=False, media_encoding=True, modalities=frozenset({"image"}))
+ENCODES = Capabilities(generate=False, media_encoding=True, encoded_modalities=frozenset({"image"}))
 IMAGE = {"image_url": ["https://a"]}
 
 

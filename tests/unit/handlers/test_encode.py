@@ -19,8 +19,9 @@ from baton.errors import (
     Unsupported,
 )
 from baton.handlers.encode import EncodeHandler
-from baton.handlers.tickets import encoder_ticket
+from baton.handlers.tickets import read_encoder_result
 from baton.protocol.codec import decode_request, encode_chunk
+from baton.protocol.ids import RequestId
 from baton.protocol.lifecycle import State
 from baton.protocol.media import MediaFile
 from baton.protocol.outputs import Chunk, FinishReason
@@ -79,7 +80,7 @@ def test_one_final_chunk_carries_the_ticket_and_the_engines_parameters() -> None
         wire = encode_chunk(chunk)
         assert wire["finish_reason"] == FinishReason.STOP.value, "the frontend takes the chunk that has one"
         assert chunk.encoder_result is not None
-        ticket, params = encoder_ticket(chunk.encoder_result)
+        ticket, params, _ = read_encoder_result(chunk.encoder_result)
         assert params == {"handle": str(work.request_id)}
         assert encoder.producer.offers == [(ticket, 3)]
         assert encoder.ended() is State.COMPLETED
@@ -188,8 +189,8 @@ def test_d16_a_failed_encode_is_aborted(error: BatonError) -> None:
         (request(media={}), InvalidRequest, "nothing to encode"),
         (request(media={"image_url": []}), InvalidRequest, "nothing to encode"),
         (request(tokens=()), InvalidRequest, "token_ids"),
-        (request(media={"image_url": ["file:///etc/passwd"]}), InvalidRequest, r"image_url\[0\]: only http"),
-        (request(media={"video_url": ["https://a"]}), Unsupported, r"video_url: this engine takes image only"),
+        (request(media={"image_url": ["ftp://example.com/a.png"]}), InvalidRequest, r"image_url\[0\]: only http"),
+        (request(media={"video_url": ["https://a"]}), Unsupported, r"video_url: this engine encodes image only"),
         (request(media={"image_url": [{"Decoded": {}}]}), Unsupported, r"image_url\[0\].*decoded"),
     ],
 )
@@ -240,23 +241,57 @@ def test_d17_a_probe_encodes_an_image_and_frees_it() -> None:
         assert [work.media for work in encoder.engine.encoded] == [(image,)]
         assert encoder.engine.held == set()
         assert encoder.producer.leases == []
-        refusing = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
-        await refusing.handler.probe((7,), image, refusing.context)
         for error in (EngineFailed("failed"), EngineDead("dead")):
             failing = Encoder(EncodingEngine(error=error))
             with pytest.raises(type(error)):
                 await failing.handler.probe((7,), image, failing.context)
+            assert failing.gate.in_flight == 0
 
     run_bounded(body())
 
 
-def test_a_refused_probe_is_logged_as_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_refuses_the_good_image_of_the_probe_has_failed() -> None:
     async def body() -> None:
-        encoder = Encoder(EncodingEngine(error=InvalidRequest("no place for an image in the prompt")))
-        for _ in range(2):
-            await encoder.handler.probe((7,), MediaFile(modality="image", data=b"x"), encoder.context)
+        refusing = Encoder(EncodingEngine(error=InvalidRequest("it is not an image")))
+        with pytest.raises(EngineFailed, match="refuses to encode the probe: it is not an image"):
+            await refusing.handler.probe((7,), MediaFile(modality="image", data=b"x"), refusing.context)
 
-    with caplog.at_level("DEBUG"):
-        run_bounded(body())
-    levels = [record.levelname for record in caplog.records if "no place for an image" in record.message]
-    assert levels == ["WARNING", "DEBUG"]
+    run_bounded(body())
+
+
+class HandleEncoder(EncodingEngine):
+    """Records the requests whose handles nobody has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread: list[RequestId] = []
+
+    def mark_unread(self, request_id: RequestId) -> None:
+        assert request_id in self.held, "before the abort"
+        self.unread.append(request_id)
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_d16_handles_of_a_lease_that_nobody_claimed_are_marked_as_unread(claimed: bool) -> None:
+    async def body() -> None:
+        engine = HandleEncoder()
+        encoder = Encoder(engine)
+        await encoder.encode()
+        [lease] = encoder.producer.leases
+        lease.claimed = claimed
+        lease.lose(PeerLost("expired"))
+        await eventually(lambda: not engine.held)
+        assert engine.unread == ([] if claimed else [engine.encoded[0].request_id])
+
+    run_bounded(body())
+
+
+def test_d16_handles_of_a_probe_are_marked_as_unread() -> None:
+    async def body() -> None:
+        engine = HandleEncoder()
+        encoder = Encoder(engine)
+        await encoder.handler.probe((7,), MediaFile(modality="image", data=b"x"), encoder.context)
+        assert engine.unread == [engine.encoded[0].request_id]
+        assert engine.held == set()
+
+    run_bounded(body())

@@ -55,7 +55,8 @@ class MediaHarness:
             "role",
             lambda error: None,
         )
-        media_input = MediaInput(self.loader, self.consumer)
+        handles = self.consumer if can.media_handles else None
+        media_input = MediaInput(can, SCRIPTED_INFO, self.loader, handles=handles)
         self.aggregated = AggregatedHandler(self.engine, SCRIPTED_INFO, tracker, media_input)
         self.prefill = PrefillHandler(self.engine, SCRIPTED_INFO, tracker, self.producer, media_input)
         self.decode = DecodeHandler(self.engine, SCRIPTED_INFO, tracker, self.consumer, media_input)
@@ -86,9 +87,8 @@ def test_media_are_fetched_for_an_engine_with_the_modality() -> None:
     [
         (request(multi_modal_data=URLS), Capabilities(), Unsupported, r"multi_modal_data\.image_url: .*text only"),
         (request(multi_modal_data={"video_url": ["https://a"]}), IMAGES, Unsupported, r"multi_modal_data\.video_url"),
-        (request(multi_modal_data=URLS), HANDLES, Unsupported, "none has encoded these"),
-        (request(multi_modal_data={"image_url": ["file:///x"]}), IMAGES, InvalidRequest, "only http"),
-        (request(encoder_result=RESULT), IMAGES, Unsupported, "encoder_result: this engine"),
+        (request(multi_modal_data={"image_url": ["ftp://h/x"]}), IMAGES, InvalidRequest, "only http"),
+        (request(encoder_result=RESULT), IMAGES, Unsupported, "encoder_result: this worker"),
         (request(encoder_result={}), HANDLES, InvalidRequest, "encoder_result.*ticket"),
         (request(encoder_result={"ticket": {"host": "a"}}), HANDLES, InvalidRequest, "encoder_result"),
     ],
@@ -210,6 +210,7 @@ def test_a_failed_prefill_closes_the_media_claim() -> None:
 def test_d27_a_decode_does_not_fetch_what_is_in_the_kv_already() -> None:
     async def body() -> None:
         harness = MediaHarness()
+        harness.consumer.media = ()
         late = params_of(Ticket(host="10.0.0.2", port=1, room=2, secret=b"x"), {"kv": 1})
         sent = request(encoder_result=RESULT, multi_modal_data=URLS, prefill_result={"disaggregated_params": late})
         await collect(harness.decode.generate(sent, harness.context))
@@ -239,7 +240,7 @@ def test_a_decode_without_kv_loads_media() -> None:
 def test_a_handler_without_a_media_loader_refuses_media() -> None:
     async def body() -> None:
         harness = Harness(ScriptedEngine(ONE, capabilities=IMAGES))
-        with pytest.raises(Unsupported, match="does not fetch media"):
+        with pytest.raises(Unsupported, match="takes text only"):
             await collect(harness.decode.generate(request(multi_modal_data=URLS), harness.context))
 
     run_bounded(body())

@@ -44,6 +44,9 @@ class Letters:
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
+    def flush(self) -> str:
+        return ""
+
     def render_chat(self, messages: Sequence[dict[str, object]], variables: Mapping[str, object] | None = None) -> str:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from baton.errors import BatonError, InvalidRequest
 from baton.ports.engine import Capabilities, Encoded, EncodeWork
 from baton.protocol.ids import RequestId
-from baton.protocol.media import MediaFile, MediaUrl
+from baton.protocol.media import LoadedMediaItem, MediaFile, MediaUrl
 from baton.testing import ScriptedEngine
 
 
@@ -16,6 +16,7 @@ class FakeLoader:
     def __init__(self, gate: asyncio.Event | None = None, error: BatonError | None = None) -> None:
         self.named: list[tuple[MediaUrl, ...]] = []
         self.closed = 0
+        self.released = 0
         self._gate = gate
         self._error = error
 
@@ -27,6 +28,9 @@ class FakeLoader:
             raise self._error
         return tuple(MediaFile(modality=each.modality, data=each.url.encode(), place=each.place) for each in named)
 
+    def release(self, loaded: Sequence[LoadedMediaItem]) -> None:
+        self.released += len(loaded)
+
     async def close(self) -> None:
         self.closed += 1
 
@@ -35,7 +39,7 @@ class EncodingEngine(ScriptedEngine):
     """Encodes any media. It waits for `gate` first, if there is one. Held embeddings can be counted."""
 
     def __init__(self, gate: asyncio.Event | None = None, error: BatonError | None = None) -> None:
-        can = Capabilities(generate=False, media_encoding=True, modalities=frozenset({"image"}))
+        can = Capabilities(generate=False, media_encoding=True, encoded_modalities=frozenset({"image"}))
         super().__init__(capabilities=can)
         self.encoded: list[EncodeWork] = []
         self.held: set[RequestId] = set()

@@ -2,95 +2,25 @@
 
 import asyncio
 import base64
-import io
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.abc import AbstractResolver, ResolveResult
-from PIL import Image
 
 from baton.config.media import MediaOptions
 from baton.errors import InvalidRequest
+from baton.media.byte_budget import ByteBudget
 from baton.media.fetch import MAX_HOPS, Fetcher
-from baton.media.images import check_image, decode_image
-from baton.media.loader import PolicyLoader
 from baton.media.policy import Policy
-from baton.protocol.media import MediaFile, MediaUrl
 from baton.testing import eventually, run_bounded
-
-LOCAL = MediaOptions(private="127.0.0.0/8", max_bytes=1000)
-PLACE = "multi_modal_data.image_url[0]"
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def media_url(url: str, modality: str = "image") -> MediaUrl:
-    return MediaUrl(modality=modality, url=url, place=PLACE)
-
-
-def png(width: int = 3, height: int = 2) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), (1, 2, 3)).save(file, "PNG")
-    return file.getvalue()
-
-
-class Site:
-    """A server with one handler for every path. Requested paths are recorded."""
-
-    def __init__(self, handler: Handler) -> None:
-        self.requests: list[str] = []
-        self.port = 0
-        self._handler = handler
-
-    def url(self, path: str = "/", host: str = "127.0.0.1") -> str:
-        return f"http://{host}:{self.port}{path}"
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.requests.append(request.path)
-        return await self._handler(request)
-
-
-@asynccontextmanager
-async def site(handler: Handler) -> AsyncIterator[Site]:
-    server = Site(handler)
-    app = web.Application()
-    app.router.add_get("/{path:.*}", server.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    listener = web.TCPSite(runner, "127.0.0.1", 0)
-    await listener.start()
-    server.port = runner.addresses[0][1]
-    try:
-        yield server
-    finally:
-        await runner.cleanup()
-
-
-class FakeResolver(AbstractResolver):
-    """A resolver that returns its addresses one by one, and then always the last."""
-
-    def __init__(self, *addresses: str) -> None:
-        self.addresses = list(addresses)
-        self.lookups = 0
-
-    async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> list[ResolveResult]:
-        self.lookups += 1
-        address = self.addresses.pop(0) if len(self.addresses) > 1 else self.addresses[0]
-        return [
-            ResolveResult(hostname=host, host=address, port=port, family=socket.AF_INET, proto=0, flags=0),
-        ]
-
-    async def close(self) -> None:
-        pass
+from tests.unit.media.media_sites import LOCAL, PLACE, FakeResolver, media_url, site
 
 
 async def fetch(url: str, options: MediaOptions = LOCAL, names: FakeResolver | None = None) -> bytes:
     fetcher = Fetcher(Policy(options), names)
+    share = await ByteBudget(options.max_total_bytes, options.max_request_bytes).open(0, 1.0)
     try:
-        return await fetcher.fetch(media_url(url))
+        return await fetcher.fetch(media_url(url), share)
     finally:
         await fetcher.close()
 
@@ -201,23 +131,6 @@ def test_content_over_the_limit_is_not_read_to_its_end(has_length: bool) -> None
     run_bounded(body())
 
 
-def test_fetch_times_out() -> None:
-    async def body() -> None:
-        never = asyncio.Event()
-
-        async def wait(_: web.Request) -> web.StreamResponse:
-            await never.wait()
-            return web.Response()
-
-        async with site(wait) as server:
-            options = MediaOptions(private="127.0.0.0/8", timeout_s=0.05)
-            with pytest.raises(InvalidRequest, match=r"longer than 0\.05 s"):
-                await fetch(server.url(), options)
-            never.set()
-
-    run_bounded(body())
-
-
 def test_error_response_is_reported_by_its_status_only() -> None:
     async def body() -> None:
         async def deny(_: web.Request) -> web.StreamResponse:
@@ -289,58 +202,3 @@ def test_data_urls_are_decoded() -> None:
 )
 def test_invalid_data_url_is_refused(url: str, reason: str) -> None:
     assert_refused(url, reason)
-
-
-# Whole requests, and images
-
-
-def test_all_media_of_a_request_are_loaded_in_order_or_none() -> None:
-    async def body() -> None:
-        async def answer(request: web.Request) -> web.StreamResponse:
-            if request.path == "/broken":
-                return web.Response(body=b"<html>")
-            return web.Response(body=png(int(request.path[1:])))
-
-        options = MediaOptions(private="127.0.0.0/8", max_items=3, max_pixels=100)
-        loader = PolicyLoader(options)
-        async with site(answer) as server:
-            urls = [media_url(server.url(f"/{width}")) for width in (7, 5, 3)]
-            assert [decode_image(file).width for file in await loader.load(urls)] == [7, 5, 3]
-            with pytest.raises(InvalidRequest, match="not an image"):
-                await loader.load([urls[0], media_url(server.url("/broken"))])
-            with pytest.raises(InvalidRequest, match=r"51 x 2 pixels exceed the limit of 100"):
-                await loader.load([media_url(server.url("/51"))])
-            [sound] = await loader.load([media_url(server.url("/broken"), "audio")])
-            assert sound.data == b"<html>", "only images are checked"
-            server.requests.clear()
-            with pytest.raises(InvalidRequest, match="4 items"):
-                await loader.load([*urls, urls[0]])
-            assert server.requests == []
-        await loader.close()
-        await loader.close()
-
-    run_bounded(body())
-
-
-def test_images_are_rotated_and_converted_to_rgb() -> None:
-    file = io.BytesIO()
-    exif = Image.Exif()
-    exif[0x0112] = 6  # rotate by 90 degrees
-    Image.new("LA", (4, 2)).convert("L").save(file, "JPEG", exif=exif)
-    image = decode_image(MediaFile(modality="image", data=file.getvalue()))
-    assert (image.size, image.mode) == ((2, 4), "RGB")
-
-
-@pytest.mark.parametrize("data", [b"", b"\x89PNG\r\n\x1a\n", png()[:40], b"%!PS-Adobe-3.0 EPSF-3.0\n"])
-def test_unreadable_image_is_refused_with_its_place(data: bytes) -> None:
-    file = MediaFile(modality="image", data=data, place=PLACE)
-    with pytest.raises(InvalidRequest) as refusal:
-        decode_image(file)
-    assert refusal.value.message.startswith(PLACE)
-
-
-def test_decompression_bomb_is_refused() -> None:
-    header = b"\x00\x00\xff\xff\x00\x00\xff\xff\x08\x02\x00\x00\x00"
-    bomb = png()[:16] + header + png()[29:]
-    with pytest.raises(InvalidRequest):
-        check_image(MediaFile(modality="image", data=bomb, place=PLACE), 50_000_000)

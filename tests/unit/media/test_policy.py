@@ -1,5 +1,7 @@
 """Which URLs and addresses a worker may fetch from."""
 
+from ipaddress import IPv4Address, IPv6Address
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from yarl import URL
 from baton.config.load import load
 from baton.config.media import MediaOptions
 from baton.errors import ConfigError
+from baton.media.addresses import METADATA
 from baton.media.policy import Policy, Refused
 
 ANY = Policy(MediaOptions())
@@ -74,6 +77,25 @@ def test_hosts_outside_the_configured_domains_are_refused(host: str) -> None:
         "::ffff:10.0.0.1",
         "64:ff9b::10.0.0.1",
         "2002:7f00:1::",
+        "2002:808:808::",
+        "2001:0:808:808::1",
+        "2001:db8::1",
+        "3fff::1",
+        "2606:4700::5efe:8.8.8.8",
+        "2606:4700::200:5efe:10.0.0.1",
+        "64:ff9b:1::8.8.8.8",
+        "fec0::1",
+        "::8.8.8.8",
+        "::ffff:0:8.8.8.8",
+        "100::1",
+        "5f00::1",
+        "192.0.0.192",
+        "192.88.99.1",
+        "168.63.129.16",
+        "::ffff:168.63.129.16",
+        "64:ff9b::a9fe:a9fe",
+        "169.254.169.254",
+        "fd00:ec2::254",
     ],
 )
 def test_addresses_that_are_not_public_are_refused(address: str) -> None:
@@ -84,6 +106,35 @@ def test_addresses_that_are_not_public_are_refused(address: str) -> None:
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "10.1.2.3", "fd12::1", "::ffff:10.1.0.1"])
 def test_public_and_configured_addresses_are_allowed(address: str) -> None:
     SOME.check_address(address)
+
+
+@pytest.mark.parametrize("address", [str(address) for address in METADATA])
+def test_metadata_services_are_allowed_one_by_one_only(address: str) -> None:
+    everything = "0.0.0.0/0,::/0"
+    with pytest.raises(Refused, match="not public"):
+        Policy(MediaOptions(private=everything)).check_address(address)
+    Policy(MediaOptions(private=f"{everything},{address}")).check_address(address)
+
+
+@given(st.ip_addresses())
+def test_no_address_is_allowed_that_python_calls_local(address: IPv4Address | IPv6Address) -> None:
+    if not address.is_global:
+        with pytest.raises(Refused):
+            ANY.check_address(str(address))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1./", "http://0x7f.1/", "http://1.2.3.0x4/", "http://017700000001/"])
+def test_numbers_in_other_notations_are_no_names(url: str) -> None:
+    with pytest.raises(Refused, match=r"not an address|not public"):
+        ANY.check_url(URL(url))
+
+
+def test_domains_are_compared_in_ascii() -> None:
+    policy = Policy(MediaOptions(domains="Bücher.example"))
+    policy.check_url(URL("https://www.bücher.example/a.png"))
+    policy.check_url(URL("https://xn--bcher-kva.example/a.png"))
+    with pytest.raises(ConfigError, match="--media-domains"):
+        Policy(MediaOptions(domains="a b"))
 
 
 @given(st.ip_addresses(v=4))

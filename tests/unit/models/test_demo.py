@@ -158,7 +158,7 @@ def test_cache_that_cannot_be_written_is_reported(index: Path, tmp_path: Path) -
 
 
 def test_demo_models_are_served_under_their_names() -> None:
-    assert set(DEMOS) == {"smollm2", "minilm"}
+    assert set(DEMOS) == {"smollm2", "smolsee", "minilm"}
     assert [served_name(name) for name in DEMOS] == list(DEMOS)
 
 

@@ -28,6 +28,13 @@ def test_template_file_is_used_without_a_template_in_the_configuration(directory
     assert HubTokenizer(directory).render_chat(MESSAGES, {"messages": []}) == "hi!"
 
 
+def test_template_of_the_processor_is_used_without_another(directory: Path) -> None:
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}?"}))
+    assert HubTokenizer(directory).render_chat(MESSAGES) == "hi?"
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert HubTokenizer(directory).render_chat(MESSAGES) == "hi!"
+
+
 @pytest.mark.parametrize("eos", ["<|endoftext|>", {"content": "<|endoftext|>"}], ids=["text", "object"])
 def test_special_tokens_of_the_settings_are_added_once(tmp_path: Path, eos: object) -> None:
     tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))

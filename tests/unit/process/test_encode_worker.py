@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -16,42 +17,45 @@ from baton.config.transfer import KvTransferOptions
 from baton.engines.echo import EchoEngine, EchoOptions
 from baton.engines.registry import build_engine
 from baton.engines.trtllm.encoder import TrtllmEncoder
-from baton.errors import ConfigError, InvalidRequest, PeerLost
+from baton.errors import ConfigError, InvalidRequest, PeerLost, Unsupported
 from baton.media.images import probe_image
 from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo
 from baton.process.roles import path_of, role_of
 from baton.process.worker import Worker
-from baton.protocol.ids import RequestId
 from baton.testing import eventually, run_bounded
 from baton.testing.memory_runtime import MemoryEndpoint, MemoryRuntime
 
 IMAGE = "data:image/png;base64," + base64.b64encode(probe_image().data).decode()
-REQUEST = {"token_ids": [104, 105], "multi_modal_data": {"image_url": [{"Url": IMAGE}]}}
+REQUEST = {"token_ids": [104, 105, 258], "multi_modal_data": {"image_url": [{"Url": IMAGE}]}}
 
 
 class CountedEcho(EchoEngine):
-    """Counts the encoded media that it holds."""
+    """Counts what it encodes."""
 
     def __init__(self) -> None:
         super().__init__(EchoOptions(media=True))
-        self.held: set[RequestId] = set()
+        self.encoded = 0
         self.probes = 0
 
     async def encode(self, work: EncodeWork) -> Encoded:
-        encoded = await super().encode(work)
-        self.held.add(work.request_id)
-        self.probes += work.request_id.startswith("canary")
-        return encoded
-
-    async def abort(self, request_id: RequestId) -> None:
-        self.held.discard(request_id)
-        await super().abort(request_id)
+        is_probe = work.request_id.startswith("canary")
+        self.probes += is_probe
+        self.encoded += not is_probe
+        return await super().encode(work)
 
 
 @asynccontextmanager
 async def running_worker(
     runtime: MemoryRuntime, engine: EchoEngine, role: str, **settings: Any
 ) -> AsyncIterator[MemoryEndpoint]:
+    async with running_worker_process(runtime, engine, role, **settings) as (_, endpoint):
+        yield endpoint
+
+
+@asynccontextmanager
+async def running_worker_process(
+    runtime: MemoryRuntime, engine: EchoEngine, role: str, **settings: Any
+) -> AsyncIterator[tuple[Worker, MemoryEndpoint]]:
     stop, ready = asyncio.Event(), asyncio.Event()
     configured = msgspec.structs.replace(Settings(role=role), **settings)  # type: ignore[arg-type]
     worker = Worker(configured, engine, runtime)
@@ -61,7 +65,7 @@ async def running_worker(
         running.result()
     try:
         [endpoint] = runtime.endpoints[path_of(configured, role)]
-        yield endpoint
+        yield worker, endpoint
     finally:
         stop.set()
         await running
@@ -77,51 +81,117 @@ def text(replies: list[dict[str, Any]]) -> str:
     return bytes(token for reply in replies for token in reply["token_ids"]).decode()
 
 
+def value(worker: Worker, metric: str) -> float:
+    """Return a line of the worker's own metrics."""
+    return float(next(line.split()[-1] for line in worker.observed.render().splitlines() if line.startswith(metric)))
+
+
+PINNED = 'baton_media_cache_items{use="pinned"}'
+
+
 def test_d16_media_are_encoded_by_one_worker_used_by_another_and_then_freed() -> None:
     async def body() -> None:
-        runtime, engine = MemoryRuntime(), CountedEcho()
+        runtime, engine, computing = MemoryRuntime(), CountedEcho(), CountedEcho()
+        media = MediaOptions(encoders=True)
         async with (
-            running_worker(runtime, engine, "encode"),
-            running_worker(
-                runtime, EchoEngine(EchoOptions(media=True)), "aggregated", media=MediaOptions(encoders=True)
-            ),
+            running_worker_process(runtime, engine, "encode") as (encoder, _),
+            running_worker(runtime, computing, "aggregated", media=media),
         ):
             [encoded] = await call(runtime, "baton.encode.generate", REQUEST)
             assert encoded["finish_reason"] == "stop"
-            assert len(engine.held) == 1
+            described = encoded["encoder_result"]["media"]
+            assert (described["dtype"], described["size"], described["items"][0]["nbytes"]) == ("float32", 4, 64)
+            assert described["expires_at"] > time.time()
+            assert value(encoder, PINNED) == 1
             # As the frontend does it: the same request, with the encoder's result beside the URLs.
-            again = {**REQUEST, "encoder_result": encoded["encoder_result"], "stop_conditions": {"max_tokens": 9}}
-            assert text(await call(runtime, "baton.worker.generate", again)) == "hi[64x64]"
-            await eventually(lambda: not engine.held)
-            with pytest.raises(PeerLost):
-                await call(runtime, "baton.worker.generate", again)
+            again = {**REQUEST, "encoder_result": encoded["encoder_result"], "stop_conditions": {"max_tokens": 18}}
+            assert text(await call(runtime, "baton.worker.generate", again)) == "hi[64x64 4e991fd1]"
+            await eventually(lambda: value(encoder, PINNED) == 0)
+            assert text(await call(runtime, "baton.worker.generate", again)) == "hi[64x64 4e991fd1]", "it has the rows"
+            assert (engine.encoded, computing.encoded) == (1, 0)
 
     run_bounded(body())
 
 
 def test_d14_an_encode_worker_does_not_wait_for_ever_for_a_reader() -> None:
     async def body() -> None:
-        runtime, engine = MemoryRuntime(), CountedEcho()
-        async with running_worker(runtime, engine, "encode", kv=KvTransferOptions(claim_timeout_s=0.05)):
+        runtime = MemoryRuntime()
+        kv = KvTransferOptions(claim_timeout_s=0.05)
+        async with running_worker_process(runtime, CountedEcho(), "encode", kv=kv) as (encoder, _):
             [encoded] = await call(runtime, "baton.encode.generate", REQUEST)
-            await eventually(lambda: not engine.held)
-            reader = EchoEngine(EchoOptions(media=True))
-            async with running_worker(runtime, reader, "aggregated", media=MediaOptions(encoders=True)):
-                late = {**REQUEST, "encoder_result": encoded["encoder_result"]}
-                # The encode worker remembers for 0.05 s why: a slow machine gets to know only that they are lost.
-                with pytest.raises(PeerLost, match="media that an encode worker held for this request are lost"):
+            await eventually(lambda: value(encoder, PINNED) == 0)
+            late = {**REQUEST, "encoder_result": encoded["encoder_result"]}
+            never = MediaOptions(encoders=True, local_encoding="never")
+            async with running_worker(runtime, CountedEcho(), "aggregated", media=never):
+                with pytest.raises(PeerLost):
                     await call(runtime, "baton.worker.generate", late)
+
+    run_bounded(body())
+
+
+def test_a_worker_that_can_encode_does_so_when_the_rows_of_an_encode_worker_are_lost() -> None:
+    async def body() -> None:
+        runtime, computing = MemoryRuntime(), CountedEcho()
+        async with running_worker(encoding := MemoryRuntime(), CountedEcho(), "encode"):
+            [encoded] = await call(encoding, "baton.encode.generate", REQUEST)
+        async with running_worker(runtime, computing, "aggregated", media=MediaOptions(encoders=True)):
+            late = {**REQUEST, "encoder_result": encoded["encoder_result"]}
+            assert text(await call(runtime, "baton.worker.generate", late)).startswith("hi[64x64 ")
+            assert computing.encoded == 1
+
+    run_bounded(body())
+
+
+def test_rows_of_another_model_are_refused_before_memory_is_touched() -> None:
+    async def body() -> None:
+        runtime = MemoryRuntime()
+        never = MediaOptions(encoders=True, local_encoding="never")
+        async with (
+            running_worker(runtime, CountedEcho(), "encode"),
+            running_worker_process(runtime, CountedEcho(), "aggregated", media=never) as (worker, _),
+        ):
+            [encoded] = await call(runtime, "baton.encode.generate", REQUEST)
+            for field, other in (("model", "another"), ("dtype", "bfloat16"), ("size", 8)):
+                media = {**encoded["encoder_result"]["media"], field: other}
+                result = {**encoded["encoder_result"], "media": media}
+                with pytest.raises(PeerLost, match=f"{field} is .* here and {other} there"):
+                    await call(runtime, "baton.worker.generate", {**REQUEST, "encoder_result": result})
+            assert value(worker, "baton_media_cache_bytes") == 0
+
+    run_bounded(body())
+
+
+def test_without_an_encode_worker_a_request_is_encoded_here_or_refused() -> None:
+    async def body() -> None:
+        for media, expected in ((MediaOptions(encoders=True), None), (MediaOptions(), None)):
+            runtime = MemoryRuntime()
+            async with running_worker(runtime, CountedEcho(), "aggregated", media=media):
+                assert text(await call(runtime, "baton.worker.generate", REQUEST)).startswith("hi[64x64 ")
+                assert expected is None
+        runtime = MemoryRuntime()
+        never = MediaOptions(encoders=True, local_encoding="never")
+        async with running_worker(runtime, CountedEcho(), "aggregated", media=never):
+            with pytest.raises(PeerLost, match="no encode worker has encoded"):
+                await call(runtime, "baton.worker.generate", REQUEST)
+            broken = {**REQUEST, "multi_modal_data": {"image_url": ["data:image/png;base64,AAAA"]}}
+            with pytest.raises(InvalidRequest, match="not an image"):
+                await call(runtime, "baton.worker.generate", broken)
+        runtime = MemoryRuntime()
+        async with running_worker(runtime, CountedEcho(), "aggregated", media=MediaOptions(local_encoding="never")):
+            with pytest.raises(Unsupported, match="text only"):
+                await call(runtime, "baton.worker.generate", REQUEST)
 
     run_bounded(body())
 
 
 def test_d16_a_draining_encode_worker_waits_for_its_leases() -> None:
     async def body() -> None:
-        runtime, engine = MemoryRuntime(), CountedEcho()
-        async with running_worker(runtime, engine, "encode", kv=KvTransferOptions(claim_timeout_s=0.2)):
+        runtime = MemoryRuntime()
+        kv = KvTransferOptions(claim_timeout_s=0.2)
+        async with running_worker_process(runtime, CountedEcho(), "encode", kv=kv) as (encoder, _):
             await call(runtime, "baton.encode.generate", REQUEST)
-            assert len(engine.held) == 1
-        assert engine.held == set()
+            assert value(encoder, PINNED) == 1
+        assert value(encoder, PINNED) == 0
 
     run_bounded(body())
 
@@ -138,7 +208,6 @@ def test_an_encode_worker_registers_its_type_and_probes_its_engine() -> None:
             assert card.model_input == "tokens"
             assert not card.kv_events
             assert engine.probes == 1
-            assert engine.held == set()
 
     run_bounded(body())
 
@@ -150,25 +219,29 @@ class WithoutTokenizer(CountedEcho):
         return msgspec.structs.replace(await super().start(), model_dir="/nonexistent")
 
 
-def test_a_probe_without_an_image_prompt_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_whose_model_has_no_image_prompt_is_not_probed_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def body() -> None:
         engine = WithoutTokenizer()
         async with running_worker(MemoryRuntime(), engine, "encode"):
-            assert engine.probes == 1
+            assert engine.probes == 0
 
     run_bounded(body())
-    [record] = [record for record in caplog.records if "no prompt with an image" in record.message]
+    [record] = [record for record in caplog.records if "is not probed" in record.message]
     assert record.levelname == "WARNING"
     assert "/nonexistent" in record.message
 
 
 def test_a_worker_with_media_encoders_registers_that_need() -> None:
     async def body() -> None:
-        for encoders, needs in ((True, (("encode",),)), (False, ())):
+        for media, needs in (
+            (MediaOptions(encoders=True, local_encoding="never"), (("encode",),)),
+            (MediaOptions(encoders=True), (("encode",), ())),
+            (MediaOptions(), ()),
+        ):
             engine = EchoEngine(EchoOptions(media=True))
-            async with running_worker(
-                MemoryRuntime(), engine, "aggregated", media=MediaOptions(encoders=encoders)
-            ) as endpoint:
+            async with running_worker(MemoryRuntime(), engine, "aggregated", media=media) as endpoint:
                 assert endpoint.card is not None
                 assert endpoint.card.needs == needs
 
@@ -179,8 +252,7 @@ def test_media_are_fetched_under_the_workers_policy() -> None:
     async def body() -> None:
         runtime = MemoryRuntime()
         async with running_worker(runtime, EchoEngine(EchoOptions(media=True)), "aggregated"):
-            request = {**REQUEST, "stop_conditions": {"max_tokens": 9}}
-            assert text(await call(runtime, "baton.worker.generate", request)) == "hi[64x64]"
+            assert text(await call(runtime, "baton.worker.generate", REQUEST)).startswith("hi[64x64 ")
             internal = {"token_ids": [1], "multi_modal_data": {"image_url": ["http://127.0.0.1:1/"]}}
             with pytest.raises(InvalidRequest, match=r"multi_modal_data\.image_url\[0\]: .*not public"):
                 await call(runtime, "baton.worker.generate", internal)

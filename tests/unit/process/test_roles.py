@@ -16,7 +16,7 @@ from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, ConfigError
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
 from baton.ports.runtime import Locality, ModelCard
-from baton.ports.transfer import KvMemory, KvShape
+from baton.ports.transfer import BlockMemory, KvShape
 from baton.process.roles import role_of
 from baton.process.worker import Worker
 from baton.protocol.events import LoadSnapshot
@@ -38,7 +38,7 @@ class WorkerHarness:
 
     def __init__(self, role: Role, runtime: MemoryRuntime, shape: KvShape = SHAPE, **settings: Any) -> None:
         self._bytes = ctypes.create_string_buffer(2 * 8 * 256)
-        memory = KvMemory(
+        memory = BlockMemory(
             shape=shape,
             address=ctypes.addressof(self._bytes),
             planes=2,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.protocol.codec import DecodeError, decode_request, encode_chunk, encode_request, encode_usage
+from baton.protocol.codec import DecodeError, decode_chunk, decode_request, encode_chunk, encode_request, encode_usage
 from baton.protocol.outputs import Chunk, FinishReason, Logprobs, TopLogprob, Usage
 
 # What a frontend can put on the wire.
@@ -305,3 +305,18 @@ def test_d30_requests_cannot_be_changed() -> None:
     for part in (request, request.stop, request.sampling):
         with pytest.raises(AttributeError):
             part.extra = {}  # type: ignore[misc]
+
+
+def test_a_chunk_of_another_worker_is_read_with_or_without_nulls() -> None:
+    logprobs = Logprobs((-0.5,), ((TopLogprob(1, 7, -0.5, None),),))
+    chunk = Chunk([7], 1, logprobs, FinishReason.LENGTH, "END", Usage(3, 1, 2))
+    wire = encode_chunk(chunk)
+    assert decode_chunk(wire) == chunk
+    assert decode_chunk({**wire, "text": None, "cum_log_probs": None}) == chunk
+    assert decode_chunk({"token_ids": None, "index": None, "finish_reason": None}) == Chunk([])
+
+
+@pytest.mark.parametrize("reason", [{"error": "out of memory"}, "error", "no such reason"])
+def test_a_chunk_that_reports_a_failure_is_no_chunk(reason: object) -> None:
+    with pytest.raises(DecodeError, match="the worker failed"):
+        decode_chunk({"token_ids": [], "finish_reason": reason})

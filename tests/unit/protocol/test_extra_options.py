@@ -6,8 +6,10 @@ from baton.errors import Unsupported
 from baton.handlers.admission import admit
 from baton.ports.engine import Capabilities
 from baton.protocol.codec import DecodeError, decode_request, encode_request
-from baton.protocol.extra_options import PREFIX, with_extra_options
+from baton.protocol.extra_options import PREFIX, collect_extra_options, with_extra_options
 from baton.protocol.ids import RequestId
+from baton.protocol.media import MediaItem
+from baton.protocol.requests import GenerateRequest, GuidedDecoding, Sampling, StopConditions
 from baton.protocol.text import TextRequest, decode_text
 from baton.testing.fakes import SCRIPTED_INFO
 
@@ -89,3 +91,18 @@ def test_in_text_format_an_option_counts_as_a_field_of_the_body() -> None:
     assert decode({"echo": True, "bad_words": ["a"]}).token_format_only() == ["echo", "bad_words"]
     with pytest.raises(DecodeError, match="annotations"):
         decode_text({"model": "m", "prompt": "a", "nvext": {"annotations": [PREFIX + "{"]}})
+
+
+def test_collected_options_are_placed_again() -> None:
+    request = GenerateRequest(
+        token_ids=(1, 2),
+        stop=StopConditions(max_tokens=5, min_tokens=2),
+        sampling=Sampling(logit_bias={"7": 1.0}, guided_decoding=GuidedDecoding(json={"default": None})),
+        media={"image_url": (MediaItem(url="https://example.com/a.png"),)},
+        extra_args={"nvext": {"cache_salt": None}},
+    )
+    wire = collect_extra_options(encode_request(request))
+    assert wire["stop_conditions"] == {"max_tokens": 5}
+    assert wire["sampling_options"] == {"guided_decoding": {"json": {"default": None}}}
+    assert wire["multi_modal_data"] == {"image_url": [{"Url": "https://example.com/a.png"}]}
+    assert decode_request(wire) == request

@@ -168,3 +168,33 @@ def test_topology_without_workers_is_refused(tmp_path: Path) -> None:
         build_process_specs(load({"topology": str(file)}, {}, None), cores=8)
     with pytest.raises(ConfigError, match="cannot read"):
         load({"topology": str(tmp_path / "none.yaml")}, {}, None)
+
+
+def test_process_workers_come_last_and_the_others_are_where_no_frontend_looks() -> None:
+    specs = build_process_specs(Settings(prefill=1, decode=1, process=2, namespace="a", system_port=9000), cores=8)
+    assert [spec.name for spec in specs] == ["prefill-0", "decode-0", "process-0", "process-1"]
+    assert [spec.variables.get("BATON_NAMESPACE") for spec in specs] == ["a-language", "a-language", None, None]
+    assert [spec.variables["BATON_ROLE"] for spec in specs] == ["prefill", "decode", "process", "process"]
+    assert [spec.variables["BATON_SYSTEM_PORT"] for spec in specs] == ["9000", "9001", "9002", "9003"]
+
+
+def test_the_namespace_behind_process_workers_can_be_given() -> None:
+    settings = Settings(process=1, language_namespace="pool-1")
+    assert build_process_specs(settings, cores=8)[0].variables["BATON_NAMESPACE"] == "pool-1"
+    assert "--namespace pool-1" in add_worker_command(settings)
+    assert describe_workers(Settings(workers=2, process=1)) == "2 workers and 1 process worker"
+
+
+def test_a_router_and_its_pools_are_behind_process_workers(tmp_path: Path) -> None:
+    file = tmp_path / "pools.yaml"
+    file.write_text("mode: aggregated\naggregated:\n  pools: [{name: all, workers: {count: 1}}]\n")
+    router, worker, process = build_process_specs(Settings(topology=str(file), process=1), cores=8)
+    assert router.variables["BATON_NAMESPACE"] == "baton-language"
+    assert worker.variables["BATON_NAMESPACE"] == "baton-language-all"
+    assert "BATON_NAMESPACE" not in process.variables
+    assert (process.variables["BATON_ROLE"], process.command) == ("process", "worker")
+
+
+def test_a_process_worker_does_not_serve_alone() -> None:
+    with pytest.raises(ConfigError, match="give --process instead"):
+        build_process_specs(Settings(role="process"), cores=8)

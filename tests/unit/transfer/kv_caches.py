@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import PeerLost
-from baton.ports.transfer import KvMemory, KvShape
+from baton.ports.transfer import BlockMemory, KvShape
 from baton.protocol.handoff import Ticket
 from baton.transfer.nixl import NixlServer
 from baton.transfer.shm import SEALS, ShmServer
@@ -52,7 +52,7 @@ class Cache:
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
         self.bytes = np.frombuffer(mmap.mmap(self.descriptor, planes * plane_bytes), np.uint8)
         self.bytes[:] = content(seed, self.bytes.size)
-        self.memory = KvMemory(
+        self.memory = BlockMemory(
             shape=shape,
             address=self.bytes.ctypes.data,
             planes=planes,
@@ -76,14 +76,14 @@ def content(seed: int, nbytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), np.uint8)
 
 
-def parts(memory: KvMemory, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def parts(memory: BlockMemory, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The cache as planes, blocks and bytes."""
     planes = data.reshape(memory.planes, memory.plane_bytes)[:, : memory.blocks * memory.block_bytes]
     return planes.reshape(memory.planes, memory.blocks, memory.block_bytes)
 
 
 def expected(
-    mine: Cache, before: NDArray[np.uint8], theirs: KvMemory, seed: int, pairs: Sequence[tuple[int, int]]
+    mine: Cache, before: NDArray[np.uint8], theirs: BlockMemory, seed: int, pairs: Sequence[tuple[int, int]]
 ) -> NDArray[np.uint8]:
     """The expected bytes of `mine` after each (their block, my block) was copied."""
     after = before.copy()
@@ -113,7 +113,7 @@ class ProducerSetup(msgspec.Struct, frozen=True):
 class Producer:
     """A producer in another process."""
 
-    def __init__(self, process: "multiprocessing.process.BaseProcess", memory: KvMemory, details: dict[str, object]):
+    def __init__(self, process: "multiprocessing.process.BaseProcess", memory: BlockMemory, details: dict[str, object]):
         self.process = process
         self.memory = memory
         self.details: dict[str, object] = dict(details)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import PeerLost
-from baton.ports.transfer import KvMemory
+from baton.ports.transfer import BlockMemory
 from baton.transfer.block_copy import (
     Spans,
     Stop,
@@ -26,13 +26,13 @@ from baton.transfer.block_copy import (
 )
 from tests.unit.transfer.kv_caches import SHAPE, Cache, content, expected
 
-MEMORY = KvMemory(shape=SHAPE, address=1 << 40, planes=3, plane_bytes=1000, block_bytes=10, blocks=90)
+MEMORY = BlockMemory(shape=SHAPE, address=1 << 40, planes=3, plane_bytes=1000, block_bytes=10, blocks=90)
 blocks_of_90 = st.lists(st.integers(0, 89), max_size=30) | st.builds(
     lambda start, size: list(range(start, start + size)), st.integers(0, 40), st.integers(0, 50)
 )
 
 
-def bytewise(memory: KvMemory, blocks: list[int]) -> list[int]:
+def bytewise(memory: BlockMemory, blocks: list[int]) -> list[int]:
     """Every address of `blocks`, one byte at a time."""
     planes = [memory.address + plane * memory.plane_bytes for plane in range(memory.planes)]
     size = memory.block_bytes

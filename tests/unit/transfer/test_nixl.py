@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from baton.errors import PeerLost
-from baton.ports.transfer import Channel, KvMemory
+from baton.ports.transfer import BlockMemory, Channel
 from baton.protocol.handoff import Ticket
 from baton.testing.bounded import run_bounded
 from baton.transfer.nixl import NixlClient, NixlServer, available
@@ -41,7 +41,7 @@ class Peer(msgspec.Struct, frozen=True):
     """A producer, as the consumer's process sees it."""
 
     pid: int
-    memory: KvMemory
+    memory: BlockMemory
     details: dict[str, object]
 
 

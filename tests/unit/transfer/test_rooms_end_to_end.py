@@ -11,8 +11,9 @@ import pytest
 
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, PeerLost
-from baton.ports.transfer import KvMemory, KvShape, TransportClient
+from baton.ports.transfer import BlockMemory, KvShape, TransportClient
 from baton.protocol.handoff import Ticket
+from baton.protocol.media import EncodedItem, PlacedItem
 from baton.protocol.outputs import KvComputed, KvWanted
 from baton.testing import eventually, run_bounded
 from baton.transfer import wire
@@ -24,6 +25,8 @@ from tests.unit.transfer.kv_caches import SECRET, SHAPE, Cache
 pytestmark = pytest.mark.process  # the compiler, for the copy of blocks in shared memory
 
 PLANES, BLOCK_BYTES, BLOCKS = 4, 512, 32
+ITEM = EncodedItem(modality="image", content_hash="ab", expansion=((7, 2),), embed_token=7, rows=2)
+MEDIA = (PlacedItem(item=ITEM, index=3),)
 QUICK = KvTransferOptions(claim_timeout_s=5.0, heartbeat_s=0.05, peer_timeout_s=1.0)
 
 
@@ -67,7 +70,7 @@ async def pair(
     options: KvTransferOptions = QUICK,
     shape: KvShape = SHAPE,
     host: str = "127.0.0.1",
-    transports: Callable[[KvMemory], Sequence[TransportClient]] | None = None,
+    transports: Callable[[BlockMemory], Sequence[TransportClient]] | None = None,
 ) -> AsyncIterator[Pair]:
     theirs, mine = Cache(1, PLANES, BLOCKS, BLOCK_BYTES), Cache(2, PLANES, 40, BLOCK_BYTES, shape=shape)
     mine.bytes[:] = 0
@@ -209,7 +212,7 @@ def test_an_unclaimed_lease_expires() -> None:
             lost: list[BatonError] = []
             lease = it.producer.offer(it.ticket(), 16)
             lease.on_lost(lost.append)
-            with pytest.raises(PeerLost, match="no decode worker has claimed the KV"):
+            with pytest.raises(PeerLost, match="no worker has claimed it"):
                 await lease.ended()
             assert len(lost) == 1
             assert it.producer.rooms.ended["expired"] == 1
@@ -348,7 +351,7 @@ def test_claims_at_a_producer_that_shuts_down_are_lost() -> None:
             await it.lost_with(PeerLost, "shutting down")
             it.lost.clear()
             it.claim()
-            await it.lost_with(PeerLost, "cannot connect to the prefill worker")
+            await it.lost_with(PeerLost, "cannot connect to the worker")
 
     run_bounded(body())
 
@@ -442,7 +445,7 @@ async def until_closed(caller: socket.socket) -> None:
 
 
 LONG_MODEL = msgspec.structs.replace(SHAPE, model="m" * 1_000_000)
-LONG_MEMORY = KvMemory(shape=LONG_MODEL, address=0, planes=4, plane_bytes=1, block_bytes=1, blocks=1)
+LONG_MEMORY = BlockMemory(shape=LONG_MODEL, address=0, planes=4, plane_bytes=1, block_bytes=1, blocks=1)
 
 
 @pytest.mark.parametrize(
@@ -569,7 +572,7 @@ class ScriptedClient:
     def __init__(self, channel: StalledChannel | None = None) -> None:
         self._channel = channel
 
-    async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> StalledChannel:
+    async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> StalledChannel:
         if self._channel is None:
             raise PeerLost("another host")
         return self._channel
@@ -617,7 +620,7 @@ def test_a_failed_fetch_leaves_the_channel_to_the_handoffs_that_use_it() -> None
         channels: list[SharedChannel] = []
 
         class Client(ScriptedClient):
-            async def connect(self, ticket: Ticket, memory: KvMemory, details: dict[str, object]) -> SharedChannel:  # type: ignore[override]
+            async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> SharedChannel:  # type: ignore[override]
                 channels.append(SharedChannel())
                 return channels[-1]
 
@@ -780,7 +783,7 @@ def test_a_prefill_with_fewer_blocks_than_needed_is_refused() -> None:
             lease = it.producer.offer(it.ticket(), 16)
             it.claim().place(KvWanted(0, (1, 2, 3)))
             lease.computed(KvComputed((5, 6), True))
-            await it.lost_with(PeerLost, "2 blocks of this prompt, and 3 are needed")
+            await it.lost_with(PeerLost, "2 blocks for this request, and 3 are needed")
             await it.ended("failed")
 
     run_bounded(body())
@@ -796,6 +799,59 @@ def test_blocks_that_are_not_wanted_are_not_fetched() -> None:
             await eventually(lambda: it.arrived == 1)
             assert (it.mine.blocks[:, 1] == it.theirs.blocks[:, 6]).all()
             assert not np.delete(it.mine.blocks, [1], axis=1).any()
+
+    run_bounded(body())
+
+
+def test_parts_of_what_is_offered_are_fetched_each_to_its_place() -> None:
+    async def body() -> None:
+        async with pair() as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            it.claim().place(KvWanted(0, (1, 2)), KvWanted(3, (8, 9)))
+            lease.computed(KvComputed((5,)))
+            lease.computed(KvComputed((6, 7, 20, 21, 22), True))
+            await eventually(lambda: it.arrived == 1)
+            assert (it.mine.blocks[:, [1, 2, 8, 9]] == it.theirs.blocks[:, [5, 6, 20, 21]]).all()
+            assert not np.delete(it.mine.blocks, [1, 2, 8, 9], axis=1).any()
+            again = it.producer.offer(it.ticket(1), 16)
+            it.claim(1).place()
+            again.computed(KvComputed((5,), True))
+            await again.ended()
+            await eventually(lambda: it.arrived == 2)
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("known", ["before the claim", "after the claim"])
+def test_the_media_of_a_prompt_reach_the_consumer(known: str) -> None:
+    async def body() -> None:
+        async with pair() as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            if known == "before the claim":
+                lease.placed(MEDIA)
+            claim = it.claim()
+            await it.claimed()
+            waiting = asyncio.create_task(claim.media())
+            if known == "after the claim":
+                await asyncio.sleep(0)
+                assert not waiting.done()
+                lease.placed(MEDIA)
+            assert await waiting == MEDIA
+            lease.fail(PeerLost("enough"))
+            await it.lost_with(PeerLost, "enough")
+
+    run_bounded(body())
+
+
+def test_a_claim_that_is_lost_before_the_media_are_known_raises_the_reason() -> None:
+    async def body() -> None:
+        async with pair() as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            claim = it.claim()
+            await it.claimed()
+            lease.fail(InvalidRequest("not an image"))
+            with pytest.raises(InvalidRequest, match="not an image"):
+                await claim.media()
 
     run_bounded(body())
 
@@ -817,7 +873,7 @@ def test_workers_without_a_common_transport_fail_with_the_offered_ones() -> None
             shm_only = open_room_client(msgspec.structs.replace(QUICK, transports="shm"), it.mine.memory)
             lease = it.producer.offer(it.ticket(), 16)
             shm_only.claim(it.ticket(), it.count, it.lost.append)
-            await it.lost_with(PeerLost, "no transport reads the prefill worker's memory (it offers tcp)")
+            await it.lost_with(PeerLost, "no transport reads the other worker's memory (it offers tcp)")
             with pytest.raises(PeerLost):
                 await lease.ended()
             await shm_only.close()

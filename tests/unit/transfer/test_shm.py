@@ -18,7 +18,7 @@ import pytest
 import uvloop
 
 from baton.errors import PeerLost
-from baton.ports.transfer import Channel, KvMemory
+from baton.ports.transfer import BlockMemory, Channel
 from baton.protocol.handoff import Ticket
 from baton.testing.bounded import eventually, run_bounded
 from baton.transfer.shm import MapAnswer, MapRequest, ShmClient, ShmServer
@@ -178,7 +178,7 @@ def test_the_client_maps_only_sealed_files_of_sufficient_size() -> None:
     small = Cache(1, blocks=31)
     answer = msgspec.msgpack.encode(MapAnswer(size=good.memory.nbytes))
     null = os.open("/dev/null", os.O_RDONLY)
-    cases: list[tuple[str, bytes, list[int], KvMemory]] = [
+    cases: list[tuple[str, bytes, list[int], BlockMemory]] = [
         ("not sealed", answer, [unsealed.descriptor], good.memory),
         ("does not fit into", answer, [small.descriptor], good.memory),
         ("not a memory file", answer, [null], good.memory),

@@ -5,17 +5,17 @@ import pytest
 
 from baton.config.transfer import KvTransferOptions
 from baton.errors import ConfigError
-from baton.ports.transfer import KvMemory
+from baton.ports.transfer import BlockMemory
 from baton.testing import run_bounded
 from baton.transfer import nixl
 from baton.transfer.transports import transport_clients, transport_servers
 from tests.unit.transfer.kv_caches import SHAPE, Cache, only
 
 NIXL = ["nixl"] if nixl.available() else []
-GPU = KvMemory(shape=SHAPE, address=0, planes=1, plane_bytes=10, block_bytes=10, blocks=1, device="cuda:0")
+GPU = BlockMemory(shape=SHAPE, address=0, planes=1, plane_bytes=10, block_bytes=10, blocks=1, device="cuda:0")
 
 
-def names(transports: str, memory: KvMemory) -> tuple[list[str], list[str]]:
+def names(transports: str, memory: BlockMemory) -> tuple[list[str], list[str]]:
     """Return the names of the servers and of the clients."""
 
     async def body() -> tuple[list[str], list[str]]:

@@ -19,12 +19,22 @@ from baton.errors import (
     Overloaded,
     PeerLost,
 )
-from baton.ports.transfer import KvMemory, KvShape
+from baton.ports.transfer import BlockMemory, KvShape
 from baton.protocol.handoff import MAX_SECRET_BYTES
+from baton.protocol.media import EncodedItem, PlacedItem
 from baton.transfer import wire
 
 SHAPE = KvShape(model="m", dtype="bfloat16", layers=2, kv_heads=1, head_dim=8, block_size=16)
-MEMORY = KvMemory(shape=SHAPE, address=4096, planes=4, plane_bytes=4096, block_bytes=256, blocks=16)
+MEMORY = BlockMemory(shape=SHAPE, address=4096, planes=4, plane_bytes=4096, block_bytes=256, blocks=16)
+ITEM = EncodedItem(
+    modality="video",
+    content_hash="ab",
+    expansion=((5, 1), (7, 2)),
+    embed_token=7,
+    rows=2,
+    grid=((1, 2, 3),),
+    timestamps=(0.5,),
+)
 MESSAGES: list[wire.Message] = [
     wire.Claim(2**63 - 1, bytes(range(16)), MEMORY),
     wire.Accepted("producer", MEMORY, ("shm", "tcp"), 77),
@@ -32,6 +42,7 @@ MESSAGES: list[wire.Message] = [
     wire.Open("shm"),
     wire.Opened("shm", {"socket": "name", "metadata": b"\0\1"}),
     wire.Opened("nixl", problem="not here"),
+    wire.Placed((PlacedItem(item=ITEM, index=3),)),
     wire.Computed(tuple(range(100)), True, 16),
     wire.Taken(),
     wire.Released(),

@@ -5,6 +5,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from baton.edge.fields import types
+from baton.edge.fields.anthropic_images import inline_images
 from baton.edge.fields.shared import NVEXT, STREAM, TOP_P
 from baton.edge.fields.table import Json, Table, honoured, ignored, refused, translated, without
 
@@ -23,7 +24,13 @@ MESSAGES = Table(
     "MessagesRequest",
     (
         honoured("model", str, required=True),
-        honoured("messages", Annotated[Items, Meta(min_length=1)], "Text, images and tools.", required=True),
+        honoured(
+            "messages",
+            Annotated[Items, Meta(min_length=1)],
+            "Text, tools, and images as base64 or in a data URL; addresses of images are refused.",
+            required=True,
+            check=inline_images,
+        ),
         honoured("max_tokens", types.Positive, required=True),
         honoured("system", str | Items),
         honoured("stop_sequences", list[str]),

@@ -9,8 +9,9 @@ _LEAST_TOP_P = 1e-6
 
 
 def top_p(body: Json) -> Json:
-    """Replace 0 by the least value that the frontend takes."""
-    return {**body, "top_p": _LEAST_TOP_P} if body["top_p"] == 0 else body
+    """Replace 0, and what the frontend rounds to 0, by the least value that it takes."""
+    given = body["top_p"]
+    return {**body, "top_p": _LEAST_TOP_P} if isinstance(given, int | float) and given < _LEAST_TOP_P else body
 
 
 def _stop(body: Json) -> Json:

@@ -51,15 +51,15 @@ class AllowedToolsChoice(msgspec.Struct, tag_field="type", tag="allowed_tools"):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
 
 
-class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
+class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     """No constraint."""
 
 
-class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
     """Any JSON object."""
 
 
-class JsonSchema(msgspec.Struct):
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     """A JSON schema with a name."""
 
     name: Text
@@ -68,7 +68,7 @@ class JsonSchema(msgspec.Struct):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
     """JSON of a schema."""
 
     json_schema: JsonSchema

@@ -3,6 +3,9 @@
 With `max_tokens` it repeats the prompt until that many tokens are generated; without, it generates the prompt once.
 Choice i starts i tokens later. A script replaces the echo of some prompts by an answer. Blocks are reserved for the
 whole output at admission: nothing is preempted.
+
+With `keeps_kv` it has a KV cache (`kv.py`) that other workers read and write. A producing request stays in `_offered`
+until it is aborted; a consuming one takes part in no step until its KV is there.
 """
 
 import asyncio
@@ -11,141 +14,56 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import NamedTuple
 
 from baton.config.engines import EchoOptions
 from baton.engine_kit.block_hash import event_hash
 from baton.engine_kit.kv_ledger import KvLedger
 from baton.engine_kit.output_stream import OutputStream
 from baton.engines.echo.blocks import BLOCK, BlockPool, HeldBlocks
-from baton.engines.echo.images import image_sizes, with_image_sizes
+from baton.engines.echo.images import MEDIA, encode_image
+from baton.engines.echo.kv import EchoKv
 from baton.engines.echo.script import read_script
+from baton.engines.echo.sequence import Sequence
 from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
 from baton.models.reasoning import reasoning_end_token
-from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, HandoffStyle, Progress, Work
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.ids import RequestId
-from baton.protocol.outputs import FinishReason, Logprobs, TopLogprob
-from baton.protocol.requests import StopConditions
+from baton.protocol.outputs import KvComputed, KvWanted
 
 MODEL_DIR = Path(__file__).parent / "model"
+VISION_MODEL_DIR = Path(__file__).parent / "vision_model"  # has placeholders of images
+OFFERED_BLOCKS = 32  # in a step
 LOAD_INTERVAL_S = 0.25
 
 _FAULT = re.compile(rb"\[\[(fail|stall|die|refuse)(?::(\d+))?\]\]")
 
 
-class _Ending(NamedTuple):
-    """How long one choice is and why it ends: known from the start."""
-
-    length: int
-    reason: FinishReason
-    stop_reason: int | None = None
-
-
-def _ending(work: Work, source: tuple[int, ...], first: int, repeats: bool) -> _Ending:
-    """Return where a choice that starts at token `first` of `source` ends: at a stop token, its end, or the limit."""
-    size, minimum = len(source), work.stop.min_tokens or 0
-    limit = work.max_tokens if repeats else min(work.max_tokens, max(size, minimum))
-    eos = () if work.stop.ignore_eos else work.eos_token_ids
-    stops = _stop_tokens(work.stop)
-    if not stops.union(eos).isdisjoint(source):
-        for position in range(max(minimum - 1, 0), min(limit, minimum + size)):
-            token = source[(position + first) % size]
-            if token in eos:
-                return _Ending(position + 1, FinishReason.EOS)
-            if token in stops:
-                return _Ending(position + 1, FinishReason.STOP, token)
-    return _Ending(limit, FinishReason.LENGTH if limit == work.max_tokens else FinishReason.EOS)
-
-
-def _stop_tokens(stop: StopConditions) -> set[int]:
-    kinds = (stop.stop_token_ids, stop.stop_token_ids_visible, stop.stop_token_ids_hidden)
-    return {token for kind in kinds for token in kind or ()}
-
-
-class _Sequence:
-    """One request inside the engine."""
-
-    __slots__ = (
-        "cached_tokens",
-        "endings",
-        "fault",
-        "fault_at",
-        "held",
-        "logprobs",
-        "produced",
-        "ready_at",
-        "source",
-        "step",
-        "stream",
-        "total",
-        "work",
-    )
-
-    def __init__(self, work: Work, stream: OutputStream, answer: tuple[int, ...] | None = None) -> None:
-        self.work = work
-        self.stream = stream
-        self.logprobs = work.output.logprobs
-        self.source = answer or work.token_ids
-        self.step = 0 if answer else 1  # between the first tokens of two choices
-        repeats = not answer and (work.stop.max_tokens is not None or bool(work.stop.ignore_eos))
-        choices = range(work.sampling.n or 1)
-        self.endings = [_ending(work, self.source, index * self.step, repeats) for index in choices]
-        self.total = max(ending.length for ending in self.endings)
-        self.produced = 0
-        self.ready_at = 0.0
-        self.held: HeldBlocks | None = None
-        self.cached_tokens = 0
-        self.fault: str | None = None
-        self.fault_at = 0
-
-    def emit(self, count: int) -> bool:
-        """Generate the next `count` tokens of every choice; return whether the sequence has ended."""
-        source, start = self.source, self.produced
-        size, stop = len(source), start + count
-        if start == 0:
-            self.stream.cached(self.cached_tokens)
-        for index, ending in enumerate(self.endings):
-            if start >= ending.length:
-                continue
-            first = index * self.step
-            if count == 1:
-                tokens = [source[(start + first) % size]]
-            else:
-                tokens = [source[(at + first) % size] for at in range(start, min(stop, ending.length))]
-            logprobs = None if self.logprobs is None else _logprobs(tokens, self.logprobs)
-            self.stream.push(tokens, index, logprobs)
-            if stop >= ending.length:
-                self.stream.finish(ending.reason, index, ending.stop_reason, self.cached_tokens)
-        self.produced = stop
-        return stop >= self.total
-
-
-def _logprobs(tokens: list[int], top_tokens: int) -> Logprobs:
-    """Return fixed log-probabilities: 0 for the generated token, less for the alternatives."""
-    top = tuple(
-        tuple(TopLogprob(rank + 1, (token + rank) % 256, -float(rank)) for rank in range(top_tokens))
-        for token in tokens
-    )
-    return Logprobs((0.0,) * len(tokens), top)
-
-
 class EchoEngine:
-    """A GenerateEngine and EncodeEngine (see `ports/engine.py`) that needs no model, no GPU and no network."""
+    """A KvImportEngine and EncodeEngine (see `ports/engine.py`) that needs no model, no GPU and no network."""
 
-    def __init__(self, options: EchoOptions | None = None, model_dir: Path = MODEL_DIR, name: str = "echo") -> None:
+    def __init__(
+        self,
+        options: EchoOptions | None = None,
+        model_dir: Path | None = None,
+        name: str = "echo",
+        keeps_kv: bool = False,
+    ) -> None:
         self._options = options or EchoOptions()
-        self._model_dir = model_dir
+        self._model_dir = model_dir or (VISION_MODEL_DIR if self._options.media else MODEL_DIR)
         self._name = name
-        self._script = read_script(Path(self._options.script), model_dir) if self._options.script else None
+        self._script = read_script(Path(self._options.script), self._model_dir) if self._options.script else None
         self._pace_s = self._options.pace_ms / 1000
         self._pool = BlockPool(self._options.blocks)
         self._kv_ledger = KvLedger(BLOCK)
-        self._waiting: deque[_Sequence] = deque()
-        self._running: dict[RequestId, _Sequence] = {}
-        self._encoded: dict[RequestId, Encoded] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[RequestId, Sequence] = {}
+        self._offered: dict[RequestId, Sequence] = {}
+        self._kv = EchoKv(self._options.blocks, f"echo-{name}") if keeps_kv else None
+        self._receiving = 0  # of those that run
+        self._blocked = False  # the first that waits needs blocks that other workers use
         self._steps = 0
         self._steps_left = 0
         self._work = asyncio.Event()
@@ -159,8 +77,9 @@ class EchoEngine:
         media = self._options.media
         return Capabilities(
             media_encoding=media,
-            media_handles=media,
-            modalities=frozenset({"text", "image"} if media else {"text"}),
+            media_embeddings=media,
+            encoded_modalities=frozenset({"image"} if media else ()),
+            handoff=HandoffStyle.NONE if self._kv is None else HandoffStyle.EARLY,
             max_logprobs=20,
             max_choices=16,
         )
@@ -179,13 +98,15 @@ class EchoEngine:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             reasoning_end_token=reasoning_end_token(self._model_dir),
+            kv=self._kv.memory if self._kv is not None else None,
+            media=MEDIA if self._options.media else None,
         )
 
     def submit(self, work: Work) -> OutputStream:
         """See `GenerateEngine.submit`."""
         self._alive()
         answer = self._script.answer(work.token_ids) if self._script is not None else None
-        sequence = _Sequence(with_image_sizes(work) if work.media else work, OutputStream(work.sampling.n or 1), answer)
+        sequence = Sequence(work, OutputStream(work.sampling.n or 1), answer)
         self._refuse_impossible(sequence)
         self._read_fault(sequence)
         self._waiting.append(sequence)
@@ -194,7 +115,9 @@ class EchoEngine:
 
     async def abort(self, request_id: RequestId) -> None:
         """See `AbortableEngine.abort`."""
-        self._encoded.pop(request_id, None)
+        offered = self._offered.pop(request_id, None)
+        if offered is not None:
+            self._release(offered)
         for sequence in self._waiting:
             if sequence.work.request_id == request_id:
                 self._waiting.remove(sequence)
@@ -203,6 +126,8 @@ class EchoEngine:
         running = self._running.get(request_id)
         if running is not None:
             self._remove(running)
+            self._offered.pop(request_id, None)
+            self._release(running)
             running.stream.fail(Cancelled("aborted"))
 
     async def encode(self, work: EncodeWork) -> Encoded:
@@ -210,13 +135,22 @@ class EchoEngine:
         self._alive()
         if not self._options.media:
             raise Unsupported("the echo engine does not encode media; give it --echo-media")
-        if work.request_id in self._encoded:
-            raise InvalidRequest(f"request id {work.request_id} is in use")
-        sizes = await asyncio.to_thread(image_sizes, work.media)
+        await asyncio.sleep(self._options.encode_ms / 1000)
+        rows = await asyncio.to_thread(lambda: tuple(map(encode_image, work.media)))
         self._alive()
-        encoded = self._encoded[work.request_id] = Encoded(params={"sizes": sizes})
         self._steps += 1
-        return encoded
+        return Encoded(items=rows)
+
+    def received(self, request_id: RequestId) -> None:
+        """See `KvImportEngine.received`."""
+        sequence = self._running.get(request_id)
+        if sequence is None or not sequence.receiving or sequence.held is None or self._kv is None:
+            return
+        self._receiving -= 1
+        sequence.received(self._kv.read(len(sequence.numbers), sequence.held.numbers))
+        self._pool.arrived(sequence.held)
+        self._publish_stored(sequence, sequence.held)
+        self._work.set()
 
     async def execute(self, command: Command) -> Outcome:
         """See `Engine.execute`."""
@@ -228,7 +162,7 @@ class EchoEngine:
 
     def progress(self) -> Progress:
         """See `Engine.progress`."""
-        return Progress(self._steps, len(self._running), len(self._waiting))
+        return Progress(self._steps, self._steppable, len(self._waiting))
 
     async def readings(self) -> AsyncGenerator[Reading, None]:
         """See `Engine.readings`."""
@@ -250,17 +184,24 @@ class EchoEngine:
             await asyncio.wait([self._task])
             self._task = None
         self._fail_all(EngineDead("the engine has stopped"))
+        if self._kv is not None:
+            self._kv.close()
 
     def _alive(self) -> None:
         if self._dead is not None or self._task is None:
             raise self._dead or EngineDead("the engine is not running")
 
-    def _refuse_impossible(self, sequence: _Sequence) -> None:
-        blocks = -(-(len(sequence.work.token_ids) + sequence.total) // BLOCK)
+    def _refuse_impossible(self, sequence: Sequence) -> None:
+        work = sequence.work
+        if sequence.produces and ((work.sampling.n or 1) > 1 or work.max_tokens != 1):
+            raise InvalidRequest("work that produces KV has one choice and one token")
+        if work.request_id in self._offered:
+            raise InvalidRequest(f"request id {work.request_id} is in use")
+        blocks = -(-(len(work.token_ids) + sequence.reserved) // BLOCK)
         if blocks > self._pool.total:
             raise InvalidRequest(f"the request needs {blocks} KV blocks; this engine has {self._pool.total}")
 
-    def _read_fault(self, sequence: _Sequence) -> None:
+    def _read_fault(self, sequence: Sequence) -> None:
         if self._options.faults:
             text = bytes(token for token in sequence.work.token_ids if token < 256)
             if found := _FAULT.search(text):
@@ -272,9 +213,8 @@ class EchoEngine:
         loop = asyncio.get_running_loop()
         previous = loop.time()
         while True:
-            if not self._running and not self._waiting:
-                self._work.clear()
-                await self._work.wait()
+            if not self._can_step():
+                await self._wait_for_work()
                 previous = loop.time()
             due = 1
             if self._pace_s:
@@ -290,31 +230,77 @@ class EchoEngine:
             self._admit(loop.time())
             await self._step(due, loop.time())
 
+    def _can_step(self) -> bool:
+        """Whether there is something to do: not while all work waits for other workers to read or write KV."""
+        return self._steppable > 0 or (bool(self._waiting) and not self._blocked)
+
+    async def _wait_for_work(self) -> None:
+        self._work.clear()
+        try:
+            # An engine with work shows signs of life.
+            await asyncio.wait_for(self._work.wait(), LOAD_INTERVAL_S if self._waiting else None)
+        except TimeoutError:
+            self._steps += 1
+        self._blocked = False
+
+    @property
+    def _steppable(self) -> int:
+        return len(self._running) - self._receiving
+
     def _admit(self, now: float) -> None:
-        while self._waiting and len(self._running) < self._options.max_running:
+        while self._waiting and self._steppable < self._options.max_running:
             sequence = self._waiting[0]
             work = sequence.work
-            held = self._pool.allocate(work.token_ids, len(work.token_ids) + sequence.total, work.cache_salt)
+            size = len(work.token_ids) + sequence.reserved
+            held = self._pool.allocate(sequence.hashed, size, work.cache_salt, sequence.consumes)
             if held is None:
+                self._blocked = not self._steppable
                 return
             self._waiting.popleft()
             sequence.held = held
             sequence.cached_tokens = held.cached * BLOCK
             sequence.ready_at = now + self._options.prefill_ms / 1000
             self._running[work.request_id] = sequence
-            self._publish_stored(work, held)
+            if sequence.produces:
+                self._offered[work.request_id] = sequence
+            self._compute(sequence, held)
+
+    def _compute(self, sequence: Sequence, held: HeldBlocks) -> None:
+        """Compute the KV of a prompt, or ask for it: all but a last token that is missing alone."""
+        if self._kv is not None and sequence.consumes and sequence.cached_tokens < len(sequence.numbers) - 1:
+            sequence.receiving = True
+            self._receiving += 1
+            blocks = held.numbers[held.cached : -(-len(sequence.numbers) // BLOCK)]
+            sequence.stream.want(KvWanted(held.cached, tuple(blocks)))
+            return
+        if self._kv is not None:
+            self._kv.write(sequence.numbers, held.numbers, held.cached)
+            if sequence.consumes:
+                sequence.received(self._kv.read(len(sequence.numbers), held.numbers))
+                self._pool.arrived(held)
+        self._publish_stored(sequence, held)
 
     async def _step(self, due: int, now: float) -> None:
-        for sequence in tuple(self._running.values()):
-            if now < sequence.ready_at:
-                continue
+        for sequence in [each for each in self._running.values() if each.is_ready(now)]:
             if sequence.fault and sequence.produced >= sequence.fault_at:
                 await self._apply_fault(sequence)
+            elif sequence.produces and self._offer(sequence):
+                await asyncio.sleep(0)  # what is offered can be fetched while the rest is computed
             elif sequence.emit(due if sequence.produced else 1):
                 self._remove(sequence)
         self._steps += 1
 
-    async def _apply_fault(self, sequence: _Sequence) -> None:
+    def _offer(self, sequence: Sequence) -> bool:
+        """Offer some more blocks of a prompt; return whether there were any."""
+        total = -(-len(sequence.numbers) // BLOCK)
+        if self._kv is None or sequence.held is None or sequence.offered >= total:
+            return False
+        blocks = tuple(sequence.held.numbers[sequence.offered : min(total, sequence.offered + OFFERED_BLOCKS)])
+        sequence.offered += len(blocks)
+        sequence.stream.computed(KvComputed(blocks, sequence.offered >= total, sequence.cached_tokens))
+        return True
+
+    async def _apply_fault(self, sequence: Sequence) -> None:
         match sequence.fault:
             case "fail":
                 self._remove(sequence)
@@ -324,29 +310,43 @@ class EchoEngine:
             case _:
                 await asyncio.Event().wait()  # a stall: no step from now on
 
-    def _remove(self, sequence: _Sequence) -> None:
-        if self._running.pop(sequence.work.request_id, None) and sequence.held is not None:
-            self._pool.release(sequence.held)
+    def _remove(self, sequence: Sequence) -> None:
+        """The sequence takes part in no further step. Produced KV stays until it is aborted."""
+        if self._running.pop(sequence.work.request_id, None) is None:
+            return
+        if sequence.receiving:
+            self._receiving -= 1
+            sequence.receiving = False
+        if not sequence.produces:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free the blocks of a sequence. Idempotent."""
+        held, sequence.held = sequence.held, None
+        if held is not None:
+            self._pool.release(held)
             self._publish_evicted()
+            self._work.set()
 
     def _fail_all(self, error: BatonError) -> None:
         self._dead = self._dead or error
         for sequence in itertools.chain(tuple(self._running.values()), self._waiting):
             self._remove(sequence)
+            self._release(sequence)
             sequence.stream.fail(self._dead)
         self._waiting.clear()
         self._events.put_nowait(None)
 
     def _load(self) -> LoadSnapshot:
-        return LoadSnapshot(len(self._running), len(self._waiting), self._pool.used, self._pool.total)
+        return LoadSnapshot(self._steppable, len(self._waiting), self._pool.used, self._pool.total)
 
-    def _publish_stored(self, work: Work, held: HeldBlocks) -> None:
+    def _publish_stored(self, sequence: Sequence, held: HeldBlocks) -> None:
         self._publish_evicted()
-        first, stop = held.cached, len(held.hashes)
+        first, stop = held.cached, held.named
         parent = event_hash(held.hashes[first - 1]) if first else None
-        tokens = work.token_ids[first * BLOCK : stop * BLOCK]
-        names = [event_hash(name) for name in held.hashes[first:]]
-        self._publish(self._kv_ledger.stored(names, tokens, parent, cache_salt=work.cache_salt))
+        tokens = sequence.hashed[first * BLOCK : stop * BLOCK]
+        names = [event_hash(name) for name in held.hashes[first:stop]]
+        self._publish(self._kv_ledger.stored(names, tokens, parent, cache_salt=sequence.work.cache_salt))
 
     def _publish_evicted(self) -> None:
         evicted, self._pool.evicted = self._pool.evicted, []

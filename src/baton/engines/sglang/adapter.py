@@ -1,10 +1,15 @@
-"""The engine ports over SGLang: `SglangEngine` generates, `SglangEmbedder` embeds. Both run one `SglangHost`."""
+"""The engine ports over SGLang: `SglangEngine` generates, `SglangEmbedder` embeds. Both run one `SglangHost`.
+
+`SglangEncoder` in `encoder.py` encodes media for other workers.
+"""
 
 import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from baton.config.engines import ExpertOptions, SglangOptions
 from baton.engine_kit.output_stream import OutputStream
@@ -14,12 +19,13 @@ from baton.engines.sglang.embed_requests import EmbedRequests
 from baton.engines.sglang.engine_info import Facts
 from baton.engines.sglang.host import SglangHost
 from baton.engines.sglang.launch_mode import LaunchMode
+from baton.engines.sglang.own_media import OwnMedia, open_own_media
 from baton.engines.sglang.params import Setting
 from baton.engines.sglang.requests import Requests
 from baton.engines.sglang.sglang_types import Manager
 from baton.engines.sglang.warmup import warm_up
 from baton.errors import EngineDead, Unsupported
-from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress, Work
+from baton.ports.engine import Capabilities, EmbedWork, Encoded, EncodeWork, EngineInfo, Progress, Work
 from baton.protocol.commands import Command, Outcome
 from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
@@ -30,10 +36,11 @@ class _Generating(NamedTuple):
 
     requests: Requests
     commands: Commands
+    media: OwnMedia | None
 
 
 class SglangEngine:
-    """A GenerateEngine (see `ports/engine.py`); the arguments are those of `SglangHost`."""
+    """A GenerateEngine and an EncodeEngine (see `ports/engine.py`); the arguments are those of `SglangHost`."""
 
     def __init__(
         self,
@@ -43,8 +50,9 @@ class SglangEngine:
         name: str,
         mode: LaunchMode,
         experts: ExpertOptions | None = None,
+        from_encoders: bool = False,
     ) -> None:
-        self._host = SglangHost(options, args, model_dir, name, mode, experts)
+        self._host = SglangHost(options, args, model_dir, name, mode, experts, from_encoders)
         self._serving: _Generating | None = None
         self._executing = asyncio.Lock()
 
@@ -58,15 +66,16 @@ class SglangEngine:
         started = await self._host.start()
         if started.manager is None:
             return started.info
+        media = await open_own_media(self._host.model_dir, started.manager, self.capabilities)
         requests = Requests(started.manager, _generate_request(), self._setting(started.manager, started.facts))
         self._host.on_death(requests.abandon)
         self._host.before_stop(lambda: requests.close(EngineDead("the engine has stopped")))
         commands = Commands(started.manager, requests, self.capabilities, self._host.model_dir, started.facts.values)
-        self._serving = _Generating(requests, commands)
+        self._serving = _Generating(requests, commands, media)
         if self._host.mode.disaggregation == "prefill":
             dp_size = self._host.arguments.dp_size
             await self._host.or_death(warm_up(requests, dp_size, started.facts.vocab_size))
-        return started.info
+        return msgspec.structs.replace(started.info, media=None if media is None else media.info)
 
     def submit(self, work: Work) -> OutputStream:
         """See `GenerateEngine.submit`."""
@@ -76,6 +85,13 @@ class SglangEngine:
         """See `AbortableEngine.abort`."""
         if self._serving is not None:
             await self._serving.requests.abort(request_id)
+
+    async def encode(self, work: EncodeWork) -> Encoded:
+        """See `EncodeEngine.encode`."""
+        media = self._alive().media
+        if media is None:
+            raise Unsupported("the model takes no media")
+        return await media.encode(work)
 
     async def execute(self, command: Command) -> Outcome:
         """See `Engine.execute`."""
@@ -125,6 +141,7 @@ class SglangEngine:
             guided=self._host.options.guided,
             seeds=bool(facts.values["enable_deterministic_inference"]),
             diffusion=self.capabilities.diffusion,
+            context=facts.context,
             grammar_backend=facts.values["grammar_backend"],
             defaults=manager.model_config.get_default_sampling_params(),
         )

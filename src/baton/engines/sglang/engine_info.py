@@ -13,6 +13,7 @@ from baton.engines.sglang.launch_mode import LaunchMode
 from baton.engines.sglang.server_args import Arguments
 from baton.engines.sglang.sglang_types import Engine, Manager, ModelConfig, Snapshot
 from baton.engines.sglang.tcp_ports import bootstrap_host
+from baton.engines.sglang.vision_model import MODALITIES, read_vision_model
 from baton.models.reasoning import reasoning_end_token
 from baton.models.sentence import shorter_sizes
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle
@@ -42,14 +43,15 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     values: Mapping[str, Any]
 
 
-def capabilities_of(mode: LaunchMode, options: SglangOptions, arguments: Arguments, model_dir: Path) -> Capabilities:
-    """Return what an engine with these arguments can do."""
+def capabilities_of(
+    mode: LaunchMode, options: SglangOptions, arguments: Arguments, model_dir: Path, from_encoders: bool = False
+) -> Capabilities:
+    """Return what an engine with these arguments can do. With `from_encoders` it takes what encode workers encode."""
     if mode.embedding:
         return Capabilities(generate=False, embeddings=True, dp_size=arguments.dp_size)
     values, diffusion = arguments.values, bool(arguments.values.get("dllm_algorithm"))
     return Capabilities(
         diffusion=diffusion,
-        modalities=_modalities(model_dir, values),
         lora=bool(values.get("enable_lora") or values.get("lora_paths")),
         memory_tags=MEMORY_TAGS if values.get("enable_memory_saver") else frozenset(),
         weight_sources=_weight_sources(values),
@@ -59,7 +61,23 @@ def capabilities_of(mode: LaunchMode, options: SglangOptions, arguments: Argumen
         dp_size=arguments.dp_size,
         **_sampling_capabilities(options, values, diffusion),
         **_mode_capabilities(mode, diffusion),
+        **_media_capabilities(mode, values, model_dir, from_encoders),
     )
+
+
+def _media_capabilities(
+    mode: LaunchMode, values: Mapping[str, Any], model_dir: Path, from_encoders: bool
+) -> dict[str, Any]:
+    """Return the media that an engine takes: of models whose grids Baton knows items that it has placed, else files."""
+    modalities = _modalities(model_dir, values)
+    if modalities == {"text"} or read_vision_model(model_dir) is None:
+        return {"modalities": modalities}
+    encodes = not from_encoders and mode.disaggregation != "decode"
+    return {
+        "media_embeddings": True,
+        "media_encoding": encodes,
+        "encoded_modalities": MODALITIES if encodes else frozenset(),
+    }
 
 
 def _sampling_capabilities(options: SglangOptions, values: Mapping[str, Any], diffusion: bool) -> dict[str, Any]:

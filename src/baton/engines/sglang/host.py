@@ -59,13 +59,14 @@ class SglangHost:
         name: str,
         mode: LaunchMode,
         experts: ExpertOptions | None = None,
+        from_encoders: bool = False,
     ) -> None:
         choose_device(args)
         self.options = options
         self.model_dir = model_dir
         self.mode = mode
         self.arguments = check_arguments(mode, options, args, model_dir, name, experts)
-        self.capabilities = capabilities_of(mode, options, self.arguments, model_dir)
+        self.capabilities = capabilities_of(mode, options, self.arguments, model_dir, from_encoders)
         self._name = name
         self._feed = ReadingFeed()
         self._metrics: EngineMetrics | None = None

@@ -15,6 +15,7 @@ from baton.protocol.events import KvEvent
 
 STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 DEVICE_MEDIA = (None, "GPU")
+_FIRST_OF_MEDIA = 2**31
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,16 @@ def _events_in(payload: bytes) -> list[Mapping[str, Any]]:
 
 
 def _plain(tokens: Iterable[Any]) -> Iterator[int]:
-    """Yield single tokens: speculative decoding keys its cache by pairs of a token and its successor."""
-    return (token[0] if isinstance(token, list) else token for token in tokens)
+    """Yield single tokens of 32 bits, as routers take them.
+
+    Speculative decoding keys its cache by pairs of a token and its successor. In the place of media SGLang has parts of
+    their hashes, which are larger than any token.
+    """
+    return (_token(token[0] if isinstance(token, list) else token) for token in tokens)
+
+
+def _token(value: int) -> int:
+    return value if value < _FIRST_OF_MEDIA else _FIRST_OF_MEDIA + value % _FIRST_OF_MEDIA
 
 
 def _signed(name: int) -> int:

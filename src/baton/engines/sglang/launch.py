@@ -1,6 +1,6 @@
 """Starting SGLang off the event loop, and ending all of it.
 
-SGLang's processes ask the kernel to be killed when their parent dies, and to the kernel the parent is the *thread* that
+SGLang's processes are killed by the kernel when their parent dies, and to the kernel the parent is the *thread* that
 made them. So one thread starts the engine, waits as long as it is needed, and takes it down.
 
 event loop                          launch thread
@@ -22,6 +22,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.engine_kit.bound_children import children_bound_to_this_thread
 from baton.engine_kit.threads import fail, post, resolve
 from baton.engines.sglang.sglang_types import Engine, Manager, ServerArgs
 from baton.errors import BatonError, ConfigError, EngineDead
@@ -102,7 +103,7 @@ class Launch:
             return manager, templates
 
         engine.init_tokenizer_manager_func = make_manager
-        with _restored_settings(server_args.log_level):
+        with restored_settings(server_args.log_level), children_bound_to_this_thread(self.directory):
             try:
                 SglangEngine.__init__(engine, server_args=server_args)
             except BaseException:
@@ -195,7 +196,7 @@ def _remove_files(ports: object) -> None:
 
 
 @contextmanager
-def _restored_settings(log_level: str) -> Iterator[None]:
+def restored_settings(log_level: str) -> Iterator[None]:
     """Restore the settings of this process that SGLang replaces while it starts."""
     root = logging.getLogger()
     handlers, level, method = root.handlers[:], root.level, multiprocessing.get_start_method(allow_none=True)

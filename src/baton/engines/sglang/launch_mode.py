@@ -12,15 +12,16 @@ PAGE_SIZE = 16
 
 
 class LaunchMode(NamedTuple):
-    """SGLang's own `--disaggregation-mode`, and whether it runs with `--is-embedding`."""
+    """SGLang's own `--disaggregation-mode`, and whether it runs with `--is-embedding` or with `--encoder-only`."""
 
     disaggregation: Literal["null", "prefill", "decode"] = "null"
     embedding: bool = False
+    encoding: bool = False
 
     @property
     def generates_alone(self) -> bool:
         """Whether this engine computes prompts and generates from them, without a peer."""
-        return self.disaggregation == "null" and not self.embedding
+        return self.disaggregation == "null" and not self.embedding and not self.encoding
 
 
 # Arguments that Baton sets, with the setting to use instead.
@@ -32,6 +33,7 @@ _SET_BY_BATON = {
     "skip_tokenizer_init": "use --sglang-guided false instead",
     "enable_metrics": "metrics are on unless --sglang-metrics false",
     "is_embedding": "start the worker with --role embed instead",
+    "encoder_only": "start the worker with --role encode instead",
     "schedule_low_priority_values_first": "higher priorities run first on every engine",
 }
 
@@ -40,8 +42,7 @@ _NOT_SUPPORTED = {
     "grpc_mode": "Baton calls the engine in this process",
     "smg_grpc_mode": "Baton calls the engine in this process",
     "use_ray": "Baton starts the engine's processes itself",
-    "encoder_only": "this worker generates",
-    "language_only": "media are encoded in this engine",
+    "language_only": "Baton moves encoded media between workers; use --media-encoders true instead",
     "enable_pd_role_switch": "the role of a worker is fixed",
     "checkpoint_engine_wait_weights_before_ready": "a worker is ready when it has its weights",
     "allow_auto_truncate": "prompts that are too long are refused",
@@ -72,6 +73,7 @@ def own_flags(
     flags += [] if options.guided else ["--skip-tokenizer-init"]
     flags += ["--disaggregation-mode", mode.disaggregation] if mode.disaggregation != "null" else []
     flags += ["--is-embedding"] if mode.embedding else []
+    flags += ["--encoder-only"] if mode.encoding else []
     return tuple(flags)
 
 
@@ -84,6 +86,8 @@ def _conflicts(mode: LaunchMode, given: Mapping[str, Any]) -> Iterator[tuple[str
 def _diffusion(given: Mapping[str, Any]) -> bool:
     return bool(given.get("dllm_algorithm"))
 
+
+_ONE_PROCESS = ("tp_size", "pp_size", "dp_size", "nnodes")
 
 _RULES: tuple[tuple[str, Callable[[LaunchMode, Mapping[str, Any]], bool], str], ...] = (
     (
@@ -105,6 +109,14 @@ _RULES: tuple[tuple[str, Callable[[LaunchMode, Mapping[str, Any]], bool], str], 
         "tokenizer_worker_num",
         lambda _, given: given.get("tokenizer_worker_num", 1) != 1,
         "Baton's frontends tokenize; leave it out",
+    ),
+    *(
+        (
+            name,
+            lambda mode, given, name=name: mode.encoding and given.get(name, 1) != 1,
+            "start more encode workers instead",
+        )
+        for name in _ONE_PROCESS
     ),
     (
         "nnodes",

@@ -1,49 +1,27 @@
-"""Media of a request as fields of SGLang's request: files that it encodes, or embeddings."""
+"""Media of a request as fields of SGLang's request: files that SGLang encodes, or items that are already placed."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from baton.engines.sglang.placed_media import PlacedMedia
 from baton.errors import InvalidRequest, Unsupported
-from baton.protocol.media import Media, MediaEmbedding, MediaFile, MediaHandles
+from baton.protocol.media import Media, MediaEmbedding, MediaHandles
 
 FIELDS = {"image": "image_data", "audio": "audio_data", "video": "video_data"}
 
 
 def media_fields(media: Sequence[Media]) -> dict[str, list[Any]]:
     """Return the media as fields of SGLang's request, in order. Raises InvalidRequest or Unsupported."""
+    placed = tuple(item for item in media if isinstance(item, MediaEmbedding))
+    if placed and len(placed) == len(media):
+        return {"image_data": [PlacedMedia(placed)]}
     fields: dict[str, list[Any]] = {}
     for item in media:
         if isinstance(item, MediaHandles):
-            raise Unsupported("encoder_result: SGLang does not read media of encode workers")
+            raise Unsupported("encoder_result: SGLang does not read media that another engine holds")
+        if isinstance(item, MediaEmbedding):
+            raise Unsupported("media: SGLang takes files or embeddings in one request, not both")
         if item.modality not in FIELDS:
             raise InvalidRequest(f"media: {item.modality} is none of {', '.join(FIELDS)}")
-        value = item.data if isinstance(item, MediaFile) else _embedding(item)
-        fields.setdefault(FIELDS[item.modality], []).append(value)
-    for name, items in fields.items():
-        if len(items) > 1 and any(isinstance(item, dict) for item in items):
-            raise InvalidRequest(
-                f"{name}: SGLang takes one precomputed embedding per request, which may hold several items"
-            )
-    return fields
-
-
-def _embedding(item: MediaEmbedding) -> dict[str, Any]:
-    """Return precomputed embedding rows in the format of SGLang's own processor output."""
-    import torch
-
-    dtype = getattr(torch, item.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidRequest(f"media: {item.dtype!r} is not a torch dtype")
-    try:
-        rows = torch.frombuffer(bytearray(item.data), dtype=dtype).reshape(item.shape)
-    except (RuntimeError, ValueError) as error:
-        raise InvalidRequest(f"media: {len(item.data)} bytes are not {item.dtype} of shape {item.shape}") from error
-    fields: dict[str, Any] = {
-        "format": "processor_output",
-        "modality": item.modality.upper(),
-        "precomputed_embeddings": rows,
-    }
-    if item.grid:
-        name = "video_grid_thw" if item.modality == "video" else "image_grid_thw"
-        fields[name] = torch.tensor(item.grid, dtype=torch.int64)
+        fields.setdefault(FIELDS[item.modality], []).append(item.data)
     return fields

@@ -12,6 +12,7 @@ from baton.engines.sglang.compat import Dialect
 from baton.errors import InvalidRequest, Unsupported
 from baton.ports.engine import Work
 from baton.protocol.handoff import ROOM_BITS, Bootstrap, Consume, Handoff, LocalProbe, PrefillResult, Produce
+from baton.protocol.media import MediaFile
 from baton.protocol.requests import GuidedDecoding, Sampling
 
 FAKE_HOST = "2.2.2.2"  # SGLang's bootstrap host for a request that transfers nothing
@@ -29,6 +30,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     guided: bool = True
     seeds: bool = False
     diffusion: bool = False
+    context: int = 0
     grammar_backend: str | None = None
     defaults: Mapping[str, Any] = {}
 
@@ -66,7 +68,13 @@ def sampling_params(work: Work, index: int, setting: Setting) -> dict[str, Any]:
         _refuse_sampling(work.sampling)
     chosen = {name: value for name, value in _requested(work, index, setting).items() if value is not None}
     guide = _guide(work.sampling.guided_decoding, setting)
-    return {**setting.defaults, **chosen, **guide, "max_new_tokens": work.max_tokens, "n": 1}
+    return {**setting.defaults, **chosen, **guide, "max_new_tokens": _max_new_tokens(work, setting), "n": 1}
+
+
+def _max_new_tokens(work: Work, setting: Setting) -> int | None:
+    """Return the limit; None leaves it to SGLang, which knows how many tokens the files of a prompt take."""
+    has_files = any(isinstance(item, MediaFile) for item in work.media)
+    return None if has_files and len(work.token_ids) + work.max_tokens >= setting.context else work.max_tokens
 
 
 def _requested(work: Work, index: int, setting: Setting) -> dict[str, Any]:

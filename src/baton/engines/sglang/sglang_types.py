@@ -51,6 +51,7 @@ class ModelConfig(Protocol):
     vocab_size: int
     hidden_size: int
     context_len: int
+    dtype: Any
     is_multimodal: bool
     is_image_understandable_model: bool
     is_audio_understandable_model: bool
@@ -79,6 +80,7 @@ class Manager(Protocol):
     bootstrap_server: BootstrapServer | None
     initial_weights_loaded: bool
     lora_ref_cache: dict[str, Any]
+    mm_processor: Any
     _subprocess_watchdog: Watchdog | None
 
     async def handle_loop(self) -> None: ...

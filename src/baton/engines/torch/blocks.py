@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from baton.engine_kit.block_hash import event_hash
-from baton.engine_kit.kv_ledger import KvLedger
-from baton.protocol.events import KvEvent
+from baton.engine_kit.kv_ledger import KvLedger, rows_within
+from baton.protocol.events import KvEvent, RoutedRows
 
 
 class BlockPool:
@@ -87,12 +87,18 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def commit(
-        self, blocks: list[int], first: int, hashes: Sequence[bytes], token_ids: Sequence[int], salt: str | None = None
+        self,
+        blocks: list[int],
+        first: int,
+        hashes: Sequence[bytes],
+        token_ids: Sequence[int],
+        salt: str | None = None,
+        media: Sequence[RoutedRows] = (),
     ) -> None:
         """Give the blocks of a sequence their hashes, from block `first` on, as far as `hashes` go. They are full.
 
-        `hashes` and `token_ids` are the sequence's, from its start. A block whose content is cached already is replaced
-        by the cached one: `blocks` is changed in place.
+        `hashes`, `token_ids` and `media` are the sequence's, from its start. A block whose content is cached already is
+        replaced by the cached one: `blocks` is changed in place.
         """
         for number in range(first, len(hashes)):
             block, name = blocks[number], hashes[number]
@@ -103,10 +109,14 @@ class BlockPool:
                 self.hold((known,))
                 self.release((block,))
                 blocks[number] = known
-        tokens = token_ids[first * self.size : len(hashes) * self.size]
+        start, stop = first * self.size, len(hashes) * self.size
         parent = event_hash(hashes[first - 1]) if first else None
         self.events += self._ledger.stored(
-            [event_hash(name) for name in hashes[first:]], tokens, parent, cache_salt=salt
+            [event_hash(name) for name in hashes[first:]],
+            token_ids[start:stop],
+            parent,
+            cache_salt=salt,
+            media=rows_within(media, start, stop),
         )
 
     def clear(self) -> None:

@@ -13,7 +13,7 @@ from baton.engines.torch.sampler import Sampled
 from baton.engines.torch.sampling_params import finish_of
 from baton.engines.torch.scheduler import Batch, Chunk, Scheduler
 from baton.engines.torch.sequence import Phase, Sequence
-from baton.errors import BatonError, EngineDead, EngineFailed
+from baton.errors import BatonError, EngineDead, EngineFailed, PeerLost
 from baton.protocol.commands import Command, JoinGroup, Outcome, UpdateWeights
 from baton.protocol.events import KvEvent, LoadSnapshot
 from baton.protocol.ids import RequestId
@@ -115,6 +115,8 @@ class Core:
         self.steps += 1
         if self.scheduler.wanting:
             self._report_wanted()
+        if self.scheduler.lost:
+            self._fail_lost()
         if self.scheduler.blocked:
             return
         try:
@@ -189,6 +191,14 @@ class Core:
             HandoffBlocks(sequence.work.request_id, sequence.wanted_blocks(size)) for sequence in self.scheduler.wanting
         ]
         self.scheduler.wanting = []
+
+    def _fail_lost(self) -> None:
+        lost, self.scheduler.lost = self.scheduler.lost, []
+        for sequence in lost:
+            self.fail(
+                sequence.work.request_id,
+                PeerLost("the KV of a prompt with media was evicted, and their rows are not on this worker"),
+            )
 
     def _report_computed(self, sequence: Sequence) -> None:
         computed = sequence.take_computed_blocks(self.scheduler.pool.size)

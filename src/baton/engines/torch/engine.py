@@ -8,19 +8,23 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from baton.config.engines import TorchOptions
 from baton.engine_kit.output_stream import OutputStream
 from baton.engine_kit.threads import run_in_thread
 from baton.engines.torch.guided import GuideCompiler
+from baton.engines.torch.models.vision_language import has_media
+from baton.engines.torch.prompt_media import PromptMedia, check_rows, read_media
 from baton.engines.torch.reasoning_guide import ReasoningGuide
 from baton.engines.torch.sampling_params import Guide, make_sampling_params
 from baton.engines.torch.sequence import Sequence
 from baton.engines.torch.thread import EngineThread
-from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
+from baton.errors import BatonError, Cancelled, ContextTooLong, EngineDead, InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import read_config
 from baton.models.reasoning import reasoning_end_token
-from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle, Progress, Work
+from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle, MediaInfo, Progress, Work
 from baton.protocol.commands import Command, JoinGroup, Outcome, UpdateWeights
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Consume, Handoff, Produce
@@ -57,6 +61,7 @@ class TorchEngine:
         self._directory = directory
         self._name = name
         self._exports_kv = exports_kv
+        self._takes_media = has_media(directory)
         self._thread: EngineThread[Core, StepResult] | None = None
         self._running: _Running | None = None
         self._dead: BatonError | None = None
@@ -73,6 +78,7 @@ class TorchEngine:
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
         return Capabilities(
+            media_embeddings=self._takes_media,
             handoff=HandoffStyle.EARLY,
             max_logprobs=20,
             prompt_logprobs=True,
@@ -97,7 +103,8 @@ class TorchEngine:
         self._thread = thread
         core = await thread.start("torch-engine", self._load_core)
         self._load = core.load()
-        info = self._describe(core, eos)
+        media = await run_in_thread("torch-media", lambda: self._media_info(core)) if self._takes_media else None
+        info = msgspec.structs.replace(self._describe(core, eos), media=media)
         vocab_size = core.runner.config.vocab
         guides = GuideCompiler(self._directory, vocab_size, eos)
         self._running = _Running(thread, core, guides, info, defaults, vocab_size)
@@ -107,9 +114,10 @@ class TorchEngine:
         """See `GenerateEngine.submit`."""
         running = self._alive()
         self._refuse_impossible(work, running.info)
+        media = self._media_of(work, running)
         arrival = next(self._arrivals)
         choices = [
-            Sequence(work, index, make_sampling_params(work, running.defaults, running.vocab_size), arrival)
+            Sequence(work, index, make_sampling_params(work, running.defaults, running.vocab_size), arrival, media)
             for index in range(work.sampling.n or 1)
         ]
         stream = OutputStream(len(choices))
@@ -217,6 +225,12 @@ class TorchEngine:
             kv=runner.kv_memory,
         )
 
+    def _media_info(self, core: "Core") -> MediaInfo:
+        """Read what identifies the rows that the model takes, which the files of its vision tower say."""
+        from baton.engines.torch.vision.model import media_info, read_layout
+
+        return media_info(self._directory, read_layout(self._directory), str(core.runner.dtype).removeprefix("torch."))
+
     def _alive(self) -> _Running:
         if self._dead is not None or self._running is None:
             raise self._dead or EngineDead("the engine is not running")
@@ -232,6 +246,37 @@ class TorchEngine:
             raise Unsupported("require_reasoning: this model has no token that ends reasoning")
         if isinstance(work.handoff, Produce):
             _refuse_more_than_a_prompt(work)
+
+    def _media_of(self, work: Work, running: _Running) -> PromptMedia | None:
+        """Return the encoded media of the prompt. Raises InvalidRequest for media that can never be computed."""
+        config = running.core.runner.config
+        media = read_media(work.media, len(work.token_ids), config.spatial)
+        if media is not None:
+            check_rows(media, config.hidden)
+            if not media.has_rows:
+                self._refuse_missing_rows(work, media, running.info.block_size)
+            last = len(work.token_ids) + work.max_tokens + media.largest_shift
+            if last > running.core.runner.context:
+                raise ContextTooLong(
+                    f"the media take positions up to {last}; the context has {running.core.runner.context}"
+                )
+        return media
+
+    def _refuse_missing_rows(self, work: Work, media: PromptMedia, block_size: int) -> None:
+        """Without rows, a prompt is continued from KV: only tokens after the media can be computed here."""
+        if not isinstance(work.handoff, Consume):
+            raise InvalidRequest("media: an item without rows in a prompt that is computed on this worker")
+        if media.rows_end == len(work.token_ids):
+            raise InvalidRequest("media: a prompt whose KV another worker computes must not end with media")
+        if work.output.prompt_logprobs is not None:
+            raise Unsupported("prompt_logprobs: not for media that another worker has computed; use aggregated workers")
+        # Later choices share full blocks with the first, and compute the rest of the prompt.
+        shared = (len(work.token_ids) - 1) // block_size * block_size if self._options.prefix_cache else 0
+        if (work.sampling.n or 1) > 1 and media.rows_end > shared:
+            raise Unsupported(
+                "n: the last KV block of the prompt has media that another worker has computed; use aggregated workers,"
+                " or a text after the media"
+            )
 
     def _add_guided(self, running: _Running, choices: list[Sequence], compiled: "Future[Callable[[], Guide]]") -> None:
         """Queue a request whose grammar is compiled, or fail it. It may have been aborted meanwhile."""

@@ -15,7 +15,10 @@ _MIN_BLOCKS = 16
 
 
 class _Graph(NamedTuple):
-    """One captured shape: `inputs` is token, position and block table of each row; a replay writes `logits`."""
+    """One captured shape: `inputs` is token, index, rotary position and block table of each row.
+
+    A replay writes `logits`.
+    """
 
     inputs: Tensor
     logits: Tensor
@@ -33,14 +36,17 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None  # torch's handle of the memory that all graphs share
 
-    def forward(self, tokens: list[int], positions: list[int], tables: list[list[int]]) -> Tensor:
-        """Compute one token for each row; return float32 logits, which the next call may overwrite."""
+    def forward(self, tokens: list[int], indexes: list[int], positions: list[int], tables: list[list[int]]) -> Tensor:
+        """Compute one token for each row, at its index in its sequence and with its rotary position.
+
+        Returns float32 logits, which the next call may overwrite.
+        """
         rows = _at_least(len(tokens), 1)
-        blocks = _at_least(max(positions) // self._block + 1, _MIN_BLOCKS)
+        blocks = _at_least(max(indexes) // self._block + 1, _MIN_BLOCKS)
         graph = self._graphs.get((rows, blocks)) or self._capture(rows, blocks)
         padded = [
-            [token, position, *table[:blocks], *[self._spare] * (blocks - len(table))]
-            for token, position, table in zip(tokens, positions, tables, strict=True)
+            [token, index, position, *table[:blocks], *[self._spare] * (blocks - len(table))]
+            for token, index, position, table in zip(tokens, indexes, positions, tables, strict=True)
         ]
         padded += [self._idle_row(blocks)] * (rows - len(padded))
         graph.inputs.copy_(torch.tensor(padded, dtype=torch.int64).pin_memory(), non_blocking=True)
@@ -53,7 +59,7 @@ class DecodeGraphs:
         self._pool = None
 
     def _idle_row(self, blocks: int) -> list[int]:
-        return [0, 0, *[self._spare] * blocks]
+        return [0, 0, 0, *[self._spare] * blocks]
 
     def _capture(self, rows: int, blocks: int) -> _Graph:
         inputs = torch.tensor([self._idle_row(blocks)] * rows, dtype=torch.int64, device=self._device)
@@ -71,12 +77,12 @@ class DecodeGraphs:
         return captured
 
     def _step(self, inputs: Tensor) -> Tensor:
-        tokens, positions, tables = inputs[:, 0], inputs[:, 1], inputs[:, 2:]
+        tokens, indexes, positions, tables = inputs[:, 0], inputs[:, 1], inputs[:, 2], inputs[:, 3:]
         offsets = torch.arange(self._block, device=self._device)
         slots = (tables.unsqueeze(2) * self._block + offsets).flatten(1)
-        mask = torch.arange(slots.shape[1], device=self._device) <= positions.unsqueeze(1)
-        here = slots.gather(1, positions.unsqueeze(1)).squeeze(1)
-        # Beyond its position a row reads its first key again, so that a NaN in unused slots does not spread.
+        mask = torch.arange(slots.shape[1], device=self._device) <= indexes.unsqueeze(1)
+        here = slots.gather(1, indexes.unsqueeze(1)).squeeze(1)
+        # Beyond its index a row reads its first key again, so that a NaN in unused slots does not spread.
         slots = torch.where(mask, slots, slots[:, :1])
         step = Step(tokens, positions, here, [], Decodes(0, slots, mask[:, None, None, :]))
         return self._model.logits(self._model.forward(step))

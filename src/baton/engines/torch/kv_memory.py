@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies
 from baton.engines.torch.weights import meaning
-from baton.ports.transfer import KvMemory, KvShape
+from baton.ports.transfer import BlockMemory, KvShape
 
 # The content of a block: rotated keys, and values, [token, head, dimension]. Increment when that changes.
 _LAYOUT = 1
@@ -17,11 +17,11 @@ _SAMPLES = 64
 
 def describe_kv(
     config: LlamaConfig, parts: Mapping[str, Tensor], kv: Tensor, block: int, blocks: int, descriptor: int | None
-) -> KvMemory:
+) -> BlockMemory:
     """Return what peers need to read or write `kv`, which is [layers, 2, slots, KV heads, dimensions]."""
     layers, two, slots, kv_heads, head_dim = kv.shape
     token_bytes = kv_heads * head_dim * kv.dtype.itemsize
-    return KvMemory(
+    return BlockMemory(
         shape=KvShape(
             model=identify(config, parts),
             dtype=str(kv.dtype).removeprefix("torch."),

@@ -1,6 +1,5 @@
 """Loads weights from a model directory into existing tensors. Every name and shape is checked before any read."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -9,33 +8,46 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.engine_kit.safetensors_file import SafetensorsFile
+from baton.engine_kit.safetensors_file import SafetensorsFile, weight_files
+from baton.engines.torch.models.config import LlamaConfig
+from baton.engines.torch.models.vision_language import language_tensor
 from baton.errors import ConfigError
 
 Report = Callable[[int, int], None]
 """Called with the bytes loaded so far and the total."""
 
 
-def load_weights(directory: Path, parts: Mapping[str, Tensor], report: Report) -> None:
+Rename = Callable[[str], str | None]
+"""Returns the name that a tensor of the files has in the model, None for one that the model does not read."""
+
+
+def load_weights(
+    directory: Path, parts: Mapping[str, Tensor], report: Report, rename: Rename = lambda name: name
+) -> None:
     """Fill `parts` from the safetensors files in `directory`; all or nothing for wrong names and shapes.
 
     Raises ConfigError for missing, unknown, misshapen or unreadable tensors. A file that becomes unreadable meanwhile
     leaves some parts filled.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(SafetensorsFile(path)) for path in _weight_files(directory)]
-        homes = {name: file for file in files for name in file.tensors}
-        shapes = {name: file.tensors[name].shape for name, file in homes.items()}
+        files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(directory)]
+        homes = {name: (file, stored) for file in files for stored in file.tensors if (name := rename(stored))}
+        shapes = {name: file.tensors[stored].shape for name, (file, stored) in homes.items()}
         if problem := mismatch(parts, shapes):
             raise ConfigError(f"the weights in {directory} do not fit the model: {problem}")
         for name in parts:
-            _check_type(homes[name], name, directory)
+            _check_type(*homes[name], directory)
         total = sum(part.nbytes for part in parts.values())
         done = 0
         for name, part in parts.items():
-            _read(homes[name], name, part)
+            _read(*homes[name], part)
             done += part.nbytes
             report(done, total)
+
+
+def tensor_names(config: LlamaConfig) -> Rename:
+    """Return how the tensors of a model's files are called in the model."""
+    return language_tensor if config.layout is not None else lambda name: name
 
 
 def _check_type(file: SafetensorsFile, name: str, directory: Path) -> None:
@@ -73,19 +85,3 @@ _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 # Old checkpoints have rotary tables, and tied ones a second copy of the embedding.
 _IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"cannot read {index}: {error!r}") from None
-        if any(Path(name).name != name for name in names):
-            raise ConfigError(f"{index} names files outside its directory")
-        return [directory / name for name in names]
-    single = directory / "model.safetensors"
-    if not single.is_file():
-        raise ConfigError(f"{directory} has neither model.safetensors nor model.safetensors.index.json")
-    return [single]

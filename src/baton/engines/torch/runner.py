@@ -6,7 +6,7 @@ many rows, torch computes the prompts, and a step is two passes. On a GPU torch 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 from baton.config.directories import spill_directory
 from baton.config.engines import TorchOptions
 from baton.engines.torch.arena import Arena, arena_bytes, available_bytes, find_device, usable_cores
+from baton.engines.torch.embedded_rows import MediaRows
 from baton.engines.torch.graphs import DecodeGraphs
 from baton.engines.torch.kv_memory import describe_kv
-from baton.engines.torch.loader import Report, load_weights
+from baton.engines.torch.loader import Report, load_weights, tensor_names
 from baton.engines.torch.models.config import LlamaConfig, read_llama_config
 from baton.engines.torch.models.llama import (
     Decodes,
@@ -31,6 +32,7 @@ from baton.engines.torch.models.llama import (
 )
 from baton.engines.torch.native.decoder import NativeDecoder, Rows
 from baton.engines.torch.native.library import has_matrix_unit, load_decoder_library
+from baton.engines.torch.prompt_media import RotaryPositions, Triple
 from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample
 from baton.engines.torch.scheduler import Batch, Chunk
 from baton.engines.torch.sequence import Sequence
@@ -65,7 +67,7 @@ class Runner:
         torch.set_num_threads(self.threads)
         self.weights_arena, self.weights = _carve(self.config, self.dtype, self.device, spill_dir)
         self.parts = named_parts(self.config, self.weights)
-        load_weights(directory, self.parts, report)
+        load_weights(directory, self.parts, report, tensor_names(self.config))
         self.context = min(options.context or self.config.context, self.config.context)
         self.block = options.block_size
         self.blocks = options.blocks or self._affordable_blocks(options)
@@ -83,6 +85,7 @@ class Runner:
         if torch_prompts is None:
             torch_prompts = self._native is not None and self.dtype == torch.bfloat16 and has_matrix_unit()
         self._torch_prompts = torch_prompts
+        self._media_rows = MediaRows(self.dtype, self.device)
 
     def run(self, batch: Batch) -> Sampling:
         """Compute `batch` and sample the next token of every sequence that has one."""
@@ -140,7 +143,7 @@ class Runner:
 
     def _run_native(self, native: NativeDecoder, batch: Batch, logits: list[Tensor]) -> list[Sequence]:
         """As `_run_torch`."""
-        chunks = [_rows(chunk) for chunk in (*batch.prefills, *batch.decodes)]
+        chunks = [self._rows(chunk) for chunk in (*batch.prefills, *batch.decodes)]
         if not batch.prefills:
             logits.append(native.forward(chunks))
             return [chunk.sequence for chunk in batch.decodes]
@@ -157,33 +160,40 @@ class Runner:
         """As `_run_torch`."""
         tokens = [chunk.sequence.tokens[-1] for chunk in decodes]
         tables = [chunk.sequence.blocks for chunk in decodes]
-        logits.append(graphs.forward(tokens, [chunk.start for chunk in decodes], tables))
+        indexes = [chunk.start for chunk in decodes]
+        positions = [index + shift for index, shift in zip(indexes, map(_shift, decodes), strict=True)]
+        logits.append(graphs.forward(tokens, indexes, positions, tables))
         return [chunk.sequence for chunk in decodes]
 
     def _step(self, prefills: list[Chunk], decodes: list[Chunk]) -> Step:
         tokens: list[int] = []
-        positions: list[int] = []
         slots: list[int] = []
         spans: list[Span] = []
+        embedded: list[tuple[int, Tensor]] = []
         for chunk in prefills:
             stop = chunk.start + chunk.length
             places = self._slots(chunk.sequence.blocks, stop)
             spans.append(Span(len(tokens), chunk.length, chunk.start, self._tensor(places)))
+            embedded += [(len(tokens) + first, rows) for first, rows in self._media_rows.of(chunk)]
             tokens += chunk.sequence.tokens[chunk.start : stop]
-            positions += range(chunk.start, stop)
             slots += places[chunk.start :]
         first = len(tokens)
         for chunk in decodes:
             tokens.append(chunk.sequence.tokens[-1])
-            positions.append(chunk.start)
             slots.append(chunk.sequence.blocks[chunk.start // self.block] * self.block + chunk.start % self.block)
         return Step(
             self._tensor(tokens),
-            self._tensor(positions),
+            self._tensor(_positions([*prefills, *decodes])),
             self._tensor(slots),
             spans,
             self._decodes(first, decodes) if decodes else None,
+            embedded,
         )
+
+    def _rows(self, chunk: Chunk) -> Rows:
+        sequence, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
+        embedded = self._media_rows.of(chunk) if sequence.media is not None else []
+        return Rows(sequence.tokens[start:stop], start, sequence.blocks, sequence.positions(start, stop), embedded)
 
     def _decodes(self, first: int, decodes: list[Chunk]) -> Decodes:
         longest = max(chunk.start for chunk in decodes) + 1
@@ -272,6 +282,23 @@ def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
     return rows, sequences
 
 
-def _rows(chunk: Chunk) -> Rows:
-    sequence, start, length = chunk
-    return Rows(sequence.tokens[start : start + length], start, sequence.blocks)
+def _positions(chunks: list[Chunk]) -> list[int] | list[list[int]]:
+    """Return the rotary position of each row, or three lists of them: in time, height and width."""
+    found = [(chunk, chunk.sequence.positions(chunk.start, chunk.start + chunk.length)) for chunk in chunks]
+    if all(isinstance(positions, int) for _, positions in found):
+        return [triple[0] for chunk, positions in found for triple in _triples(chunk, positions)]
+    rows = [triple for chunk, positions in found for triple in _triples(chunk, positions)]
+    return [list(direction) for direction in zip(*rows, strict=True)]
+
+
+def _triples(chunk: Chunk, positions: RotaryPositions) -> Iterable[Triple]:
+    if not isinstance(positions, int):
+        return positions
+    row = range(chunk.start + positions, chunk.start + positions + chunk.length)
+    return zip(row, row, row, strict=True)
+
+
+def _shift(chunk: Chunk) -> int:
+    """Return by how much the rotary position of a token that decodes, which is text, is larger than its index."""
+    positions = chunk.sequence.positions(chunk.start, chunk.start + 1)
+    return positions if isinstance(positions, int) else positions[0][0] - chunk.start

@@ -9,7 +9,8 @@ queue and is computed again later. The queue is strict: no sequence overtakes it
               │ └──────── retract ────────┘ │ └──► OFFERED    not computed further; its blocks stay until `end`
               └──► RECEIVING ── received ───┘                 a transfer writes the KV of its prompt into its blocks
 
-A sequence that fails while a transfer uses its blocks is OFFERED, too.
+A sequence that fails while a transfer uses its blocks is OFFERED, too. One whose prompt has media without their rows
+continues from KV of another worker; if it has lost that KV by a preemption, it is `lost`.
 """
 
 import bisect
@@ -36,6 +37,12 @@ class Chunk(NamedTuple):
         """Whether the sequence has a next token after this chunk."""
         return self.start + self.length == len(self.sequence.tokens)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the newest token of a sequence, and text."""
+        media = self.sequence.media
+        return self.length == 1 and self.last and (media is None or self.start >= media.rows_end)
+
 
 class Batch(NamedTuple):
     """One step: prompts in chunks, and sequences that feed their newest token."""
@@ -47,8 +54,8 @@ class Batch(NamedTuple):
 class Scheduler:
     """Every sequence between its submission and its end. `waiting` and `running` are in order of rank.
 
-    `wanting` gathers those that have begun to receive, until the caller takes the list. `blocked` means that no step is
-    possible before a sequence is added or changes its state.
+    `wanting` gathers those that have begun to receive, and `lost` those that can no longer be computed, until the
+    caller takes the lists. `blocked` means that no step is possible before a sequence is added or changes its state.
     """
 
     def __init__(self, pool: BlockPool, max_running: int, batch_tokens: int, reuse: bool = True) -> None:
@@ -58,6 +65,7 @@ class Scheduler:
         self.receiving: set[Sequence] = set()
         self.offered: set[Sequence] = set()
         self.wanting: list[Sequence] = []
+        self.lost: list[Sequence] = []
         self.blocked = False
         self._max_running = max_running
         self._batch_tokens = max(batch_tokens, max_running)
@@ -117,7 +125,7 @@ class Scheduler:
         self.blocked = not chosen
         batch = Batch([], [])
         for chunk in chosen.values():
-            (batch.decodes if chunk.length == 1 and chunk.last else batch.prefills).append(chunk)
+            (batch.decodes if chunk.decodes else batch.prefills).append(chunk)
         return batch
 
     def computed(self, chunk: Chunk) -> None:
@@ -127,8 +135,10 @@ class Scheduler:
         full = sequence.computed // size
         if self._reuse and full > sequence.committed:
             hashes = sequence.hashes_of_full_blocks(size)[:full]
-            salt = sequence.work.cache_salt
-            self.pool.commit(sequence.blocks, sequence.committed, hashes, sequence.tokens, salt)
+            media = sequence.media.routed if sequence.media is not None else ()
+            self.pool.commit(
+                sequence.blocks, sequence.committed, hashes, sequence.tokens, sequence.work.cache_salt, media
+            )
             sequence.committed = full
 
     def clear(self) -> None:
@@ -188,6 +198,10 @@ class Scheduler:
             chosen.pop(victim, None)
             self.retract(victim)
         del self.waiting[0]
+        if not sequence.consumes and sequence.lacks_rows(len(found) * pool.size):
+            sequence.phase = Phase.HELD
+            self.lost.append(sequence)
+            return True
         pool.hold(found)
         sequence.blocks = found + [pool.allocate() for _ in range(total - len(found))]
         sequence.computed = len(found) * pool.size

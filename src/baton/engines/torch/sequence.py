@@ -3,7 +3,8 @@
 import enum
 from typing import TYPE_CHECKING
 
-from baton.engine_kit.block_hash import block_hash, root_hash
+from baton.engine_kit.block_hash import block_hash, media_in, root_hash
+from baton.engines.torch.prompt_media import PromptMedia, RotaryPositions
 from baton.ports.engine import Work
 from baton.protocol.handoff import Consume, Produce
 from baton.protocol.outputs import KvComputed, KvWanted, Logprobs
@@ -46,6 +47,7 @@ class Sequence:
         "guide",
         "hashes",
         "index",
+        "media",
         "offered",
         "params",
         "phase",
@@ -57,13 +59,16 @@ class Sequence:
         "work",
     )
 
-    def __init__(self, work: Work, index: int, params: "SamplingParams", arrival: int) -> None:
+    def __init__(
+        self, work: Work, index: int, params: "SamplingParams", arrival: int, media: PromptMedia | None = None
+    ) -> None:
         self.work = work
         self.index = index
         self.params = params
         self.guide: Guide | None = None
         self.group: list[Sequence] = [self]
         self.arrival = arrival
+        self.media = media
         self.phase = Phase.HELD
         self.tokens = list(work.token_ids)
         self.prompt_length = len(self.tokens)
@@ -99,12 +104,21 @@ class Sequence:
         """Whether the prompt still needs log-probabilities; later choices share those of the first."""
         return self.params.prompt_logprobs is not None and not self.index and not self.generated
 
+    def lacks_rows(self, computed: int) -> bool:
+        """Whether the tokens from `computed` on cannot be computed, because rows of media among them are not here."""
+        return self.media is not None and computed < self.media.rows_end and not self.media.has_rows
+
+    def positions(self, start: int, stop: int) -> RotaryPositions:
+        """Return the rotary positions of tokens [start, stop)."""
+        return 0 if self.media is None else self.media.positions(start, stop)
+
     def hashes_of_full_blocks(self, size: int) -> list[bytes]:
         """Return the hashes of all full blocks of the tokens so far; known ones are not computed again."""
         hashes = self.hashes
         parent = hashes[-1] if hashes else root_hash(self.work.cache_salt)
+        spans = self.media.spans if self.media is not None else ()
         for start in range(len(hashes) * size, len(self.tokens) - size + 1, size):
-            parent = block_hash(parent, self.tokens[start : start + size])
+            parent = block_hash(parent, self.tokens[start : start + size], media_in(spans, start, start + size))
             hashes.append(parent)
         return hashes
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -14,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from baton.engine_kit.shared_memory import Segment, open_segment
 from baton.engines.torch.arena import available_bytes
-from baton.engines.torch.loader import load_weights, mismatch
+from baton.engines.torch.loader import load_weights, mismatch, tensor_names
 from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies, read_llama_config
 from baton.errors import ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.protocol.commands import (
@@ -31,6 +32,8 @@ from baton.protocol.commands import (
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_Named = TypeVar("_Named", bound=FromTensors | FromSharedMemory | FromGroup)
 
 Parts = Mapping[str, Tensor]
 ReplaceWeights = Callable[[], int]
@@ -109,9 +112,17 @@ def gather(source: WeightSource, parts: Parts, config: LlamaConfig, group: Weigh
     if isinstance(source, FromDisk):
         tensors = _from_disk(Path(source.path).expanduser(), parts, config)
     else:
+        source = _with_own_names(source, config)
         _check(source.tensors, parts)
         tensors = _named(source, group)
     return lambda: _replace(tensors, parts)
+
+
+def _with_own_names(source: _Named, config: LlamaConfig) -> _Named:
+    """Return `source` with the names that its tensors have in a model of text alone."""
+    rename = tensor_names(config)
+    specs = tuple(msgspec.structs.replace(spec, name=rename(spec.name) or spec.name) for spec in source.tensors)
+    return msgspec.structs.replace(source, tensors=specs)
 
 
 def _named(source: FromTensors | FromSharedMemory | FromGroup, group: WeightGroup | None) -> dict[str, Tensor]:
@@ -142,7 +153,7 @@ def _from_disk(directory: Path, parts: Parts, config: LlamaConfig) -> dict[str, 
     try:
         if (directory / "config.json").is_file():
             _compare(read_llama_config(directory), config, directory)
-        load_weights(directory, staged, lambda done, total: None)
+        load_weights(directory, staged, lambda done, total: None, tensor_names(config))
     except ConfigError as error:
         raise InvalidRequest(f"path: {error.message}") from error
     return staged
@@ -161,7 +172,7 @@ def _refuse_without_memory(nbytes: int) -> None:
 def _compare(found: LlamaConfig, config: LlamaConfig, directory: Path) -> None:
     """Raise InvalidRequest if the configs differ: weights of equal shapes can belong to another model."""
     theirs, ours = (meaning(value) for value in (found, config))
-    differing = [field for field, value in ours.items() if theirs[field] != value]
+    differing = sorted(field for field in ours.keys() | theirs.keys() if theirs.get(field) != ours.get(field))
     if differing:
         raise InvalidRequest(f"path: {directory} has another model: its config.json differs in {', '.join(differing)}")
 
@@ -169,7 +180,8 @@ def _compare(found: LlamaConfig, config: LlamaConfig, directory: Path) -> None:
 def meaning(config: LlamaConfig) -> dict[str, object]:
     """Return the fields that define the meaning of weights, without context length and notation of positions."""
     fields = {**msgspec.structs.asdict(config), "positions": inverse_frequencies(config)}
-    return {field: value for field, value in fields.items() if field not in ("context", "theta", "rope")}
+    ignored = {"context", "theta", "rope", "layout"} | ({"spatial"} if config.spatial is None else set())
+    return {field: value for field, value in fields.items() if field not in ignored}
 
 
 def _check(specs: tuple[TensorSpec, ...], parts: Parts) -> None:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -13,10 +14,10 @@ from baton.engine_kit.output_stream import OutputStream
 from baton.engine_kit.threads import run_in_thread
 from baton.engines.trtllm.cli_args import find, read_arguments
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.generate_args import GenerateArgs
+from baton.engines.trtllm.generate_args import GenerateArgs, discard, sent_params
 from baton.engines.trtllm.handoff import CONTEXT_ONLY
 from baton.engines.trtllm.launch import context_of, make_llm, read_capacity
-from baton.engines.trtllm.library_types import Llm, Result
+from baton.engines.trtllm.library_types import GenerateFields13, Llm, Llm13, Result
 from baton.engines.trtllm.lifecycle import Lifecycle, Timeouts, load_library
 from baton.engines.trtllm.llm_args import (
     DEFAULT_BATCH,
@@ -28,16 +29,19 @@ from baton.engines.trtllm.llm_args import (
     plan_arguments,
 )
 from baton.engines.trtllm.loras import Loras
+from baton.engines.trtllm.media_prompt import MediaPrompts
 from baton.engines.trtllm.metrics import EngineMetrics
 from baton.engines.trtllm.outputs import ResultReader
 from baton.engines.trtllm.params import GUIDES, MAX_CHOICES, MAX_LOGPROBS, Model
 from baton.engines.trtllm.readings import Item, Poll, Readings
-from baton.engines.trtllm.request import RunningRequest
+from baton.engines.trtllm.request import RunningRequest, Submitted
 from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import ModelConfig, read_config
+from baton.models.placeholders import media_modalities, read_media_info
 from baton.models.reasoning import reasoning_end_token
-from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle, Progress, Work
+from baton.models.tokenizer import HubTokenizer
+from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle, MediaInfo, Progress, Work
 from baton.protocol.commands import Command, ListLoras, LoadLora, Outcome, UnloadLora
 from baton.protocol.events import Reading
 from baton.protocol.handoff import LocalProbe, Produce
@@ -47,6 +51,7 @@ from baton.protocol.requests import StopConditions
 log = logging.getLogger(__name__)
 
 EVENTS_INTERVAL_S = 0.02
+MAX_PREPARING = 8  # requests whose media are preprocessed at once, each on a thread
 
 
 class _Running(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,12 +105,17 @@ class TrtllmEngine:
         # Ended requests whose KV may not have been read yet, each with the time at which the engine frees it.
         self._unread_kv: dict[RequestId, tuple[Result, float]] = {}
         self._steps_of_ended = 0
+        self._preparations = asyncio.Semaphore(MAX_PREPARING)
+        self._modalities = media_modalities(model_dir)
 
     @property
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
         return Capabilities(
-            media_handles=self._options.backend == "pytorch",  # autodeploy encodes media itself
+            # Autodeploy encodes media itself.
+            media_handles=self._options.backend == "pytorch",
+            media_embeddings=self._options.backend == "pytorch" and "image" in self._modalities,
+            modalities=frozenset({"text"}) | self._modalities,
             handoff=HandoffStyle.LATE if self._disaggregated else HandoffStyle.NONE,
             max_logprobs=MAX_LOGPROBS,
             prompt_logprobs=not self._disaggregated,  # generation-only requests do not compute the prompt
@@ -125,15 +135,17 @@ class TrtllmEngine:
         tree = {**self._tree, "max_seq_len": context}
         llm = await self._lifecycle.build(lambda: make_llm(library, self._options, tree))
         self._loras.add_configured(find(self._tree, "lora_config", "lora_dir"))
-        generate_args = self._generate_args(library, config, defaults)
-        await self._generate_first_token(llm, generate_args)
+        model = self._model(config, defaults)
+        await self._generate_first_token(llm, GenerateArgs(library, model, self._loras, self._disaggregated, context))
+        media_info, media = await run_in_thread("trtllm-tokenizer", lambda: self._media(library))
         blocks, block_size = await run_in_thread("trtllm-capacity", lambda: read_capacity(library, llm))
         self._lifecycle.start_health_checks(llm, library)
         readings = Readings(block_size, blocks, dp_size(self._tree))
+        context = min(context, blocks * block_size)
         self._running = _Running(
             library=library,
             llm=llm,
-            generate_args=generate_args,
+            generate_args=GenerateArgs(library, model, self._loras, self._disaggregated, context, media),
             metrics=EngineMetrics(library, self._name),
             readings=readings,
             polls=self._polls(llm, readings),
@@ -143,7 +155,7 @@ class TrtllmEngine:
         return EngineInfo(
             model_name=self._name,
             model_dir=str(self._model_dir),
-            context_length=min(context, blocks * block_size),
+            context_length=context,
             block_size=block_size,
             total_blocks=blocks,
             max_running=number(self._tree, "max_batch_size", DEFAULT_BATCH) * dp_size(self._tree),
@@ -151,6 +163,7 @@ class TrtllmEngine:
             vocab_size=config.vocab_size,
             eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *defaults.eos_token_ids))),
             reasoning_end_token=reasoning_end_token(self._model_dir),
+            media=media_info,
             adapters=self._loras.names,
         )
 
@@ -160,11 +173,16 @@ class TrtllmEngine:
         self._drop_expired()
         if work.request_id in self._requests or work.request_id in self._unread_kv:
             raise InvalidRequest(f"request id {work.request_id} is in use")
-        result = self._generate(work, running)
         stream = OutputStream(work.sampling.n or 1)
-        reader = ResultReader(work, stream, running.library)
+        submitted = None
+        if not running.generate_args.needs_preparation(work):
+            submitted = self._generate(running.generate_args.build(work), work, stream, running)
         request = RunningRequest(
-            work, result, reader, stream, lambda error: self._lifecycle.translate(error, running.llm, running.library)
+            work,
+            stream,
+            lambda error: self._lifecycle.translate(error, running.llm, running.library),
+            submitted,
+            lambda request: self._prepare(request, running),
         )
         self._requests[work.request_id] = request
         request.task.add_done_callback(lambda _: self._ended(request, running))
@@ -217,10 +235,13 @@ class TrtllmEngine:
         """See `Engine.stop`."""
         await self._lifecycle.stop()
 
-    def _generate_args(self, library: Library, config: ModelConfig, defaults: SamplingDefaults) -> GenerateArgs:
+    def _model(self, config: ModelConfig, defaults: SamplingDefaults) -> Model:
         thinking = bool(self._tree.get("reasoning_parser"))
-        model = Model(vocab_size=config.vocab_size, defaults=defaults, thinking=thinking)
-        return GenerateArgs(library, model, self._loras, self._disaggregated)
+        return Model(vocab_size=config.vocab_size, defaults=defaults, thinking=thinking)
+
+    def _media(self, library: Library) -> tuple[MediaInfo | None, MediaPrompts]:
+        info = read_media_info(self._model_dir)
+        return info, MediaPrompts(library, HubTokenizer(self._model_dir), info)
 
     async def _generate_first_token(self, llm: Llm, generate_args: GenerateArgs) -> None:
         """Generate one token, to know that the engine works; it reports statistics only after that."""
@@ -269,14 +290,30 @@ class TrtllmEngine:
             raise self._lifecycle.error or EngineDead("the engine is not running")
         return self._running
 
-    def _generate(self, work: Work, running: _Running) -> Result:
-        args = running.generate_args.build(work)
+    def _generate(self, args: GenerateFields13, work: Work, stream: OutputStream, running: _Running) -> Submitted:
         try:
-            return running.llm.generate_async(**args)
+            result = running.llm.generate_async(**args)
         except (running.library.request_error, ValueError, TypeError) as error:
             raise InvalidRequest(f"TensorRT-LLM rejects the request: {error}") from error
         except Exception as error:
             raise self._lifecycle.translate(error, running.llm, running.library) from error
+        return Submitted(result, ResultReader(work, stream, running.library, sent_params(args)))
+
+    async def _prepare(self, request: RunningRequest, running: _Running) -> Submitted | None:
+        """Preprocess the media of `request` on a thread, and submit it. Returns None if it has been aborted."""
+        async with self._preparations:
+            request.preparing = True
+            llm, build = cast(Llm13, running.llm), running.generate_args.prepare
+            args = await run_in_thread("trtllm-media", lambda: build(request.work, llm))
+        self._steps_of_ended += 1
+        submitted = None
+        try:
+            if not request.aborted:
+                submitted = self._generate(args, request.work, request.stream, running)
+        finally:
+            if submitted is None:
+                await run_in_thread("trtllm-discard", lambda: discard(args["inputs"]))
+        return submitted
 
     async def _wait_for_users(self, lora_name: str) -> None:
         users = [request.task for request in self._requests.values() if request.work.lora_name == lora_name]
@@ -289,10 +326,11 @@ class TrtllmEngine:
         request_id = request.work.request_id
         if self._requests.get(request_id) is request:
             del self._requests[request_id]
-        if isinstance(request.work.handoff, Produce) and request.result.finished and not request.aborted:
-            self._unread_kv[request_id] = (request.result, time.monotonic() + self._kv_timeout_s)
-        if request.result.finished:
-            running.metrics.request_ended(request.result.metrics_dict)
+        result = request.result
+        if result is not None and result.finished:
+            if isinstance(request.work.handoff, Produce) and not request.aborted:
+                self._unread_kv[request_id] = (result, time.monotonic() + self._kv_timeout_s)
+            running.metrics.request_ended(result.metrics_dict)
         self._report_if_idle(running)
 
     def _report_if_idle(self, running: _Running) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from baton.engines.trtllm.library_types import (
     ArgumentsModel,
+    LoadVideo,
     Make,
     MakeCollector,
     MakeDisaggregated,
@@ -45,6 +46,7 @@ PATHS = {
     "metrics_collector": "metrics.collector.MetricsCollector",
     "encoder": "llmapi.mm_encoder.MultimodalEncoder",
     "shared_tensors": "_torch.shared_tensor.shared_tensor.SharedTensorContainer",
+    "load_video": "inputs.utils.load_video",
 }
 PATHS_13 = {
     "engine_dead_error": "executor.utils.EngineDeadError",
@@ -63,6 +65,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity: bool  # there is a call for the size of the KV cache; before, it is in the statistics of an iteration
     health_check: bool
     iteration_metrics: bool
+    preprocessing: bool  # media are preprocessed by a call of its own; before, while a request is submitted
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,9 +88,11 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
     metrics_collector: MakeCollector
     encoder: Callable[[], MakeEncoder]
     shared_tensors: Callable[[], SharedTensors]
+    load_video: Callable[[], LoadVideo]
     engine_dead_error: type[Exception] | None
     new_handoff_id: MakeHandoffId13 | None
     tensor: Callable[[list[float]], object]
+    rows: Callable[[memoryview, str, int], object]  # a copy of rows as a tensor, by dtype and row size
     gpu_count: Callable[[], int]
 
 
@@ -106,6 +111,7 @@ def features_of(version: str) -> Features:
         kv_capacity=new,
         health_check=new,
         iteration_metrics=new,
+        preprocessing=new,
     )
 
 
@@ -120,12 +126,21 @@ def load() -> Library:
         ) from error
     features = features_of(str(root.__version__))
     # Their imports are large and most engines do not need them, so they are imported when used.
-    late = ("autodeploy_llm", "autodeploy_arguments", "encoder", "shared_tensors")
+    late = ("autodeploy_llm", "autodeploy_arguments", "encoder", "shared_tensors", "load_video")
     fetched = {name: _fetch(path) for name, path in PATHS.items() if name not in late}
     fetched |= {name: _fetch(path) if features.handoff_ids else None for name, path in PATHS_13.items()}
     fetched |= {name: functools.partial(_fetch, PATHS[name]) for name in late}
-    fetched |= {"tensor": torch.tensor, "gpu_count": torch.cuda.device_count}
+    fetched |= {"tensor": torch.tensor, "rows": _copy_rows, "gpu_count": torch.cuda.device_count}
     return _library(features, fetched)
+
+
+def _copy_rows(data: memoryview, dtype: str, size: int) -> object:
+    """Return a tensor with a copy of rows of `size` numbers of type `dtype`. Raises ValueError if they are not."""
+    torch = importlib.import_module("torch")
+    kinds = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    if dtype not in kinds:
+        raise ValueError(f"{dtype} is none of {', '.join(kinds)}")
+    return torch.frombuffer(bytearray(data), dtype=kinds[dtype]).reshape(-1, size)
 
 
 def _library(features: Features, fetched: dict[str, object]) -> Library:

@@ -1,14 +1,17 @@
 """The encode port over TensorRT-LLM's MultimodalEncoder: images in, handles of their embeddings out.
 
-The library preprocesses images in the calling thread, so every request has one. Embeddings are held as long as the
-library's result object is. The owner of a shared tensor frees it only after it has been read once, so a result that is
-not returned to the caller is opened and closed here.
+The library preprocesses images in the calling thread, so every request has one. Its calls that send something to the
+encoder use one socket, which belongs to one thread at a time. Embeddings are held as long as the library's result
+object is. The owner of a shared tensor frees it only after it has been read once, so a result that is not returned to
+the caller is opened and closed here.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import threading
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -17,13 +20,22 @@ from baton.engine_kit.threads import run_in_thread
 from baton.engines.trtllm import lifecycle, media_handles
 from baton.engines.trtllm.cli_args import Tree, read_arguments
 from baton.engines.trtllm.compat import Library
+from baton.engines.trtllm.generate_args import discard
 from baton.engines.trtllm.launch import make_encoder
-from baton.engines.trtllm.library_types import Encoder, EncodeResult, Handle
+from baton.engines.trtllm.library_types import (
+    Encoder,
+    Encoder13,
+    EncodeResult,
+    Handle,
+    PreprocessedInputs13,
+    PromptFields,
+)
 from baton.engines.trtllm.lifecycle import Lifecycle, Timeouts, load_library
 from baton.engines.trtllm.llm_args import build_encoder_arguments, number, plan_encoder_arguments
-from baton.errors import BatonError, Cancelled, EngineDead, InvalidRequest, Unsupported
-from baton.media.images import decode_image
+from baton.engines.trtllm.media_prompt import MediaPrompts
+from baton.errors import BatonError, Cancelled, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.models.directory import read_config
+from baton.models.placeholders import read_media_info
 from baton.models.tokenizer import HubTokenizer
 from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress
 from baton.protocol.commands import Command, Outcome
@@ -41,20 +53,14 @@ class _Encoding:
     def __init__(self, work: EncodeWork) -> None:
         self.work = work
         self.aborted = False
+        self.unread = False
         self.result: EncodeResult | None = None
         self.thread: asyncio.Task[dict[str, object]] | None = None
 
-    def submitted(self, result: EncodeResult) -> None:
-        """On the thread: the library has the request. An abort before this could not reach the library."""
-        self.result = result
-        if self.aborted:
-            _send_abort(self.work.request_id, result)
-
-    def abort(self) -> None:
-        """End it as soon as the library can."""
-        self.aborted = True
-        if self.result is not None and self.thread is not None and not self.thread.done():
-            _send_abort(self.work.request_id, self.result)
+    @property
+    def is_abortable(self) -> bool:
+        """Whether the library computes it: an abort before that could not reach the library."""
+        return self.result is not None and self.thread is not None and not self.thread.done()
 
     def release(self) -> list[Handle]:
         """Hold the result no longer; return the handles of its embeddings."""
@@ -68,14 +74,20 @@ class _Running(msgspec.Struct, frozen=True, kw_only=True):
 
     library: Library
     encoder: Encoder
-    tokenizer: HubTokenizer
+    prompts: MediaPrompts
+    sending: threading.Lock
 
     def compute(self, encoding: _Encoding) -> dict[str, object]:
         """On a thread: encode, and return the handles. Raises the error of the request or of the encoder."""
         work = encoding.work
+        if not work.media:
+            raise InvalidRequest("multi_modal_data: there is no image to encode")
+        prompt = self.prompts.build(work.token_ids, work.media)
         try:
-            result = _submit(self.encoder, self.library, work)
-            encoding.submitted(result)
+            result = encoding.result = self._submit(self._preprocess(prompt), encoding)
+            if result is None:
+                return {}
+            self.abort_if_asked(encoding)
             result.result()
         except BatonError:
             raise
@@ -83,7 +95,36 @@ class _Running(msgspec.Struct, frozen=True, kw_only=True):
             raise lifecycle.translate(error, self.encoder, self.library) from error
         if encoding.aborted:
             return {}
-        return media_handles.to_wire(result.disaggregated_params, self.tokenizer.decode(work.token_ids))
+        return media_handles.to_wire(result.disaggregated_params, len(work.media))
+
+    def abort_if_asked(self, encoding: _Encoding) -> None:
+        """On a thread: end a request that has been aborted as soon as the library can."""
+        if encoding.aborted and encoding.is_abortable and encoding.result is not None:
+            with self.sending:
+                _send_abort(encoding.work.request_id, encoding.result)
+
+    def _preprocess(self, prompt: PromptFields) -> PromptFields | PreprocessedInputs13:
+        """Since 1.3, preprocessing does not need the socket. Raises EngineFailed: the images have been read already."""
+        if not self.library.features.preprocessing:
+            return prompt
+        # The prompt is complete, also where it reaches the library as text.
+        sampling = self.library.sampling_params(add_special_tokens=False)
+        try:
+            return cast(Encoder13, self.encoder).preprocess(inputs=prompt, sampling_params=sampling)
+        except Exception as error:
+            raise EngineFailed(f"TensorRT-LLM cannot preprocess the images: {error!r}") from error
+
+    def _submit(self, inputs: PromptFields | PreprocessedInputs13, encoding: _Encoding) -> EncodeResult | None:
+        """Return None if the request has been aborted. Raises EngineFailed, or the library's error."""
+        if encoding.aborted:
+            discard(inputs)
+            return None
+        try:
+            with self.sending:
+                return self.encoder.generate_async(inputs=inputs)
+        except (self.library.request_error, ValueError, TypeError) as error:
+            discard(inputs)
+            raise EngineFailed(f"TensorRT-LLM cannot encode the images: {error!r}") from error
 
     def discard(self, encoding: _Encoding) -> None:
         """On a thread: read each tensor once, so that its owner frees it."""
@@ -119,25 +160,27 @@ class TrtllmEncoder:
         self._slots = asyncio.Semaphore(self._max_running)
         self._encodings: dict[RequestId, _Encoding] = {}
         self._held: dict[RequestId, _Encoding] = {}
-        self._discards: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._steps = 0
         self._ended = asyncio.Event()
 
     @property
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
-        return Capabilities(generate=False, media_encoding=True, modalities=frozenset({"image"}))
+        return Capabilities(generate=False, media_encoding=True, encoded_modalities=frozenset({"image"}))
 
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
         config = read_config(self._model_dir)
         tokenizer = await run_in_thread("trtllm-tokenizer", lambda: HubTokenizer(self._model_dir))
+        media = await run_in_thread("trtllm-tokenizer", lambda: read_media_info(self._model_dir))
         library = await load_library(self._given_library)
         encoder = await self._lifecycle.build(
             lambda: make_encoder(library, build_encoder_arguments(library, self._tree))
         )
         self._lifecycle.start_health_checks(encoder, library)
-        self._running = _Running(library=library, encoder=encoder, tokenizer=tokenizer)
+        prompts = MediaPrompts(library, tokenizer, media)
+        self._running = _Running(library=library, encoder=encoder, prompts=prompts, sending=threading.Lock())
         return EngineInfo(
             model_name=self._name,
             model_dir=str(self._model_dir),
@@ -146,17 +189,26 @@ class TrtllmEncoder:
             total_blocks=1,
             max_running=self._max_running,
             eos_token_ids=config.eos_token_ids,
+            media=media,
         )
 
     async def abort(self, request_id: RequestId) -> None:
         """See `AbortableEngine.abort`. Waits for the library up to `Timeouts.abort_s`."""
         if (held := self._held.pop(request_id, None)) is not None:
-            held.release()
+            if held.unread and self._running is not None:
+                self._discard(held, self._running)
+            else:
+                held.release()
         encoding = self._encodings.get(request_id)
         if encoding is not None:
-            encoding.abort()
+            self._abort(encoding)
             if encoding.thread is not None:
                 await asyncio.wait([encoding.thread], timeout=self._timeouts.abort_s)
+
+    def mark_unread(self, request_id: RequestId) -> None:
+        """See `HandleEngine.mark_unread`."""
+        if (held := self._held.get(request_id)) is not None:
+            held.unread = True
 
     async def encode(self, work: EncodeWork) -> Encoded:
         """See `EncodeEngine.encode`."""
@@ -231,16 +283,25 @@ class TrtllmEncoder:
 
     def _withdraw(self, encoding: _Encoding, running: _Running) -> None:
         """The caller does not get the embeddings: free them when the thread has ended."""
-        encoding.abort()
+        self._abort(encoding)
         if encoding.thread is not None:
             encoding.thread.add_done_callback(lambda _: self._discard(encoding, running))
 
+    def _abort(self, encoding: _Encoding) -> None:
+        """The library may be busy with another request, which must not block the event loop: on a thread."""
+        encoding.aborted = True
+        running = self._running
+        if running is not None and encoding.is_abortable:
+            self._start("trtllm-abort", lambda: running.abort_if_asked(encoding))
+
     def _discard(self, encoding: _Encoding, running: _Running) -> None:
-        if encoding.result is None:
-            return
-        task = asyncio.create_task(run_in_thread("trtllm-discard", lambda: running.discard(encoding)))
-        self._discards.add(task)
-        task.add_done_callback(self._discards.discard)
+        if encoding.result is not None:
+            self._start("trtllm-discard", lambda: running.discard(encoding))
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        task = asyncio.create_task(run_in_thread(name, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _alive(self) -> _Running:
         if self._lifecycle.error is not None or self._running is None:
@@ -253,21 +314,6 @@ class TrtllmEncoder:
         for encoding in held.values():
             encoding.release()
         self._ended.set()
-
-
-def _submit(encoder: Encoder, library: Library, work: EncodeWork) -> EncodeResult:
-    """Submit `work` to the library, which checks images and prompt at once. Raises InvalidRequest, or its error."""
-    images = [decode_image(file) for file in work.media]
-    try:
-        return encoder.generate_async(
-            inputs={
-                "prompt_token_ids": list(work.token_ids),
-                "multi_modal_data": {"image": images},
-                "mm_processor_kwargs": {},
-            }
-        )
-    except (library.request_error, ValueError, TypeError) as error:
-        raise InvalidRequest(f"multi_modal_data: TensorRT-LLM cannot encode it: {error}") from error
 
 
 def _send_abort(request_id: RequestId, result: EncodeResult) -> None:

@@ -2,7 +2,7 @@
 
 The location of the KV is `opaque_state` with the library's C++ transceiver, and `ctx_info_endpoint` with `ctx_dp_rank`
 and the ids with its Python one. The keys are the library's names, and `prompt_token_ids`, the prompt as the prefill has
-computed it, if that is not the client's: with images it is longer. Handles of embeddings are left out: the KV contains
+computed it, if that is not the client's: with media it is longer. Handles of embeddings are left out: the KV contains
 them, and the decode's engine rejects them. JSON has no numbers as keys, so the log-probabilities of a position are a
 list of {token_id, logprob, rank}.
 """
@@ -24,7 +24,6 @@ from baton.engines.trtllm.library_types import (
     Logprob,
     TokenLogprob,
 )
-from baton.engines.trtllm.media_handles import Handles
 from baton.errors import EngineFailed, InvalidRequest
 
 CONTEXT_ONLY = "context_only"
@@ -67,11 +66,15 @@ _SINCE_13 = ("first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_inf
 
 
 def encode(
-    params: DisaggregatedParams | None, library: Library, media: tuple[Handles, list[int]] | None = None
+    params: DisaggregatedParams | None,
+    library: Library,
+    sent: DisaggregatedParams | None = None,
+    prompt: list[int] | None = None,
 ) -> dict[str, object]:
     """Return the parameters for the decode. Raises EngineFailed if the prefill returned none.
 
-    `media` is for a prompt with media handles: the handles, and the prompt as it was computed.
+    `prompt` is that of a request with media as it was computed, and `sent` are the parameters of that request: what
+    they have of the media, and the result does not repeat, is returned too.
     """
     if params is None or not _located(params, library):
         raise EngineFailed("the prefill ended without the location of its KV")
@@ -82,15 +85,8 @@ def encode(
         opaque_state=None if params.opaque_state is None else base64.b64encode(params.opaque_state).decode(),
         draft_tokens=params.draft_tokens,
     )
-    if media is not None:
-        handles, prompt = media
-        wire = msgspec.structs.replace(
-            wire,
-            prompt_token_ids=list(prompt),
-            multimodal_hashes=params.multimodal_hashes or handles.multimodal_hashes,
-            mrope_position_ids_handle=params.mrope_position_ids_handle or handles.mrope_position_ids_handle,
-            mrope_position_deltas_handle=params.mrope_position_deltas_handle or handles.mrope_position_deltas_handle,
-        )
+    if prompt is not None and sent is not None:
+        wire = _with_media(wire, params, sent, prompt)
     if library.features.handoff_ids:
         new = cast(DisaggregatedParams13, params)
         wire = msgspec.structs.replace(
@@ -104,6 +100,18 @@ def encode(
         )
     plain: dict[str, object] = msgspec.to_builtins(wire)
     return plain
+
+
+def _with_media(
+    wire: HandoffParams, params: DisaggregatedParams, sent: DisaggregatedParams, prompt: list[int]
+) -> HandoffParams:
+    return msgspec.structs.replace(
+        wire,
+        prompt_token_ids=list(prompt),
+        multimodal_hashes=params.multimodal_hashes or sent.multimodal_hashes,
+        mrope_position_ids_handle=params.mrope_position_ids_handle or sent.mrope_position_ids_handle,
+        mrope_position_deltas_handle=params.mrope_position_deltas_handle or sent.mrope_position_deltas_handle,
+    )
 
 
 def decode(params: Mapping[str, object], library: Library) -> object:

@@ -24,8 +24,11 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "GenerateFields": ("llmapi.llm.BaseLLM.generate_async",),
     "TokensPromptFields": ("inputs.data.TokensPrompt",),
     "TextPromptFields": ("inputs.data.TextPrompt",),
-    "TokensAndTextFields": ("inputs.data.TokensPrompt",),
-    "ImagePromptFields": ("inputs.data.TokensPrompt",),
+    "MediaFields": ("inputs.data.TokensPrompt",),
+    "PromptFields": ("inputs.data.TokensPrompt",),
+    "MultimodalParams13": ("inputs.multimodal.MultimodalParams",),
+    "PreprocessedInputs13": ("llmapi.llm.PreprocessedInputs",),
+    "Preprocessor13": ("llmapi.llm.BaseLLM",),
     "EncodeFields": ("llmapi.mm_encoder.MultimodalEncoder.generate_async",),
     "Encoder": ("llmapi.mm_encoder.MultimodalEncoder",),
     "EncodeResult": (
@@ -38,6 +41,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "MakeLogprob": ("executor.result.Logprob",),
     "MakeCollector": ("metrics.collector.MetricsCollector",),
     "MakeHandoffId13": ("llmapi.disagg_utils.get_global_disagg_request_id",),
+    "LoadVideo": ("inputs.utils.load_video",),
 }
 
 
@@ -158,6 +162,7 @@ class SamplingFields(TypedDict, total=False):
     guided_decoding: object
     ignore_eos: bool
     detokenize: bool
+    add_special_tokens: bool
 
 
 class SamplingFields13(SamplingFields, total=False):
@@ -215,7 +220,7 @@ class LoraFields(TypedDict):
     lora_path: str
 
 
-class TokensPromptFields(TypedDict):
+class TokensPromptFields(TypedDict, total=False):
     """A prompt of tokens."""
 
     prompt_token_ids: list[int]
@@ -227,27 +232,51 @@ class TextPromptFields(TypedDict, total=False):
     prompt: str
 
 
-class TokensAndTextFields(TokensPromptFields, TextPromptFields):
-    """A prompt as tokens and as text. The library finds the positions of images in the text."""
-
-
-class ImagePromptFields(TokensPromptFields):
-    """A prompt of tokens, with images."""
+class MediaFields(TypedDict, total=False):
+    """The media of a prompt, by modality: decoded files, or embeddings."""
 
     multi_modal_data: Mapping[str, Sequence[object]]
+    multi_modal_embeddings: Mapping[str, Sequence[object]]
     mm_processor_kwargs: Mapping[str, object]
+
+
+class PromptFields(TokensPromptFields, TextPromptFields, MediaFields):
+    """A prompt as tokens, as text, or as both, with its media."""
+
+
+class MultimodalParams13(Protocol):
+    """Preprocessed media. Their tensors are in shared memory until the engine, or `to_tensor`, has read them."""
+
+    def to_tensor(self, element: str) -> None:
+        """Read the tensors of the field `element` back."""
+
+
+class PreprocessedInputs13(Protocol):
+    """A preprocessed prompt, since 1.3: the tokens as they are computed, with those that stand for media."""
+
+    prompt_token_ids: list[int]
+    multimodal_params: MultimodalParams13 | None
+
+
+class Preprocessor13(Protocol):
+    """What preprocesses prompts, since 1.3: an engine or an encoder."""
+
+    def preprocess(
+        self, inputs: PromptFields, sampling_params: object = None, disaggregated_params: object = None
+    ) -> PreprocessedInputs13:
+        """Tokenise the prompt and preprocess its media; slow. Any thread. Sets fields of `disaggregated_params`."""
 
 
 class EncodeFields(TypedDict):
     """Keywords of an encoder's `generate_async`."""
 
-    inputs: ImagePromptFields
+    inputs: PromptFields | PreprocessedInputs13
 
 
 class GenerateFields(TypedDict, total=False):
     """Keywords of `generate_async`. Passed by keyword, because versions insert new parameters between old ones."""
 
-    inputs: TokensPromptFields
+    inputs: PromptFields | PreprocessedInputs13
     sampling_params: object
     lora_request: object
     streaming: bool
@@ -292,7 +321,7 @@ class Llm(LibraryEngine, Protocol):
         """Return the KV events since the last call; blocks up to `timeout` seconds."""
 
 
-class Llm13(Llm, Protocol):
+class Llm13(Llm, Preprocessor13, Protocol):
     """The library's engine since 1.3."""
 
     def get_kv_cache_capacity(self) -> dict[str, int]:
@@ -303,7 +332,11 @@ class Encoder(LibraryEngine, Protocol):
     """The library's encoder of media."""
 
     def generate_async(self, **fields: Unpack[EncodeFields]) -> EncodeResult:
-        """Preprocess the images, which is slow, and submit them to the encoder."""
+        """Submit images to the encoder; preprocesses them first, which is slow, unless they are."""
+
+
+class Encoder13(Encoder, Preprocessor13, Protocol):
+    """The library's encoder since 1.3."""
 
 
 class SharedTensor(Protocol):
@@ -419,3 +452,9 @@ class MakeHandoffId13(Protocol):
     """Returns an id for a handoff, unique among workers; since 1.3."""
 
     def __call__(self, *, node_id: int, process_id: int) -> int: ...
+
+
+class LoadVideo(Protocol):
+    """Decodes the file of a video to what `multi_modal_data` takes."""
+
+    def __call__(self, *, video: str) -> object: ...

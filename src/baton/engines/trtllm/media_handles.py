@@ -1,7 +1,6 @@
-"""Encoded media on the wire to the worker that computes the prompt, as plain JSON: tensor handles and the prompt. Pure.
+"""Encoded media on the wire to the worker that computes the prompt, as plain JSON: tensor handles. Pure.
 
-The keys are the library's names, and `prompt`: the library finds the positions of images, and how many tokens each
-takes, in the text of the prompt.
+The keys are the library's names.
 """
 
 import msgspec
@@ -15,21 +14,22 @@ from baton.protocol.media import MediaHandles
 class Handles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The encoder's result on the wire."""
 
-    prompt: str
     multimodal_embedding_handles: list[Handle]
     multimodal_hashes: list[list[int]] | None = None
     mrope_position_ids_handle: Handle | None = None
     mrope_position_deltas_handle: Handle | None = None
 
 
-def to_wire(params: DisaggregatedParams | None, prompt: str) -> dict[str, object]:
-    """Return the handles for the worker that computes the prompt. Raises EngineFailed if there are none."""
-    if params is None or not params.multimodal_embedding_handles:
+def to_wire(params: DisaggregatedParams | None, items: int) -> dict[str, object]:
+    """Return the handles for the worker that computes the prompt. Raises EngineFailed unless there are `items`."""
+    handles = None if params is None else params.multimodal_embedding_handles
+    if params is None or not handles:
         raise EngineFailed("the encoder ended without handles of its embeddings")
+    if len(handles) != items:
+        raise EngineFailed(f"the encoder returned handles of {len(handles)} embeddings for {items} images")
     wire: dict[str, object] = msgspec.to_builtins(
         Handles(
-            prompt=prompt,
-            multimodal_embedding_handles=params.multimodal_embedding_handles,
+            multimodal_embedding_handles=handles,
             multimodal_hashes=params.multimodal_hashes,
             mrope_position_ids_handle=params.mrope_position_ids_handle,
             mrope_position_deltas_handle=params.mrope_position_deltas_handle,

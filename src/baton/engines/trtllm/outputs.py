@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from baton.engine_kit.output_stream import OutputStream
 from baton.engines.trtllm import handoff
 from baton.engines.trtllm.compat import Library
-from baton.engines.trtllm.library_types import CompletionOutput, Result, TokenLogprob
-from baton.engines.trtllm.media_handles import handles_of
+from baton.engines.trtllm.generate_args import has_media
+from baton.engines.trtllm.library_types import CompletionOutput, DisaggregatedParams, Result, TokenLogprob
 from baton.engines.trtllm.params import stop_tokens
 from baton.errors import EngineFailed
 from baton.ports.engine import Work
@@ -24,13 +24,15 @@ UNKNOWN_LOGPROB = -9999.0
 
 
 class ResultReader:
-    """Pushes the results of one request to its stream."""
+    """Pushes the results of one request to its stream. `sent` are the parameters that it was submitted with."""
 
-    def __init__(self, work: Work, stream: OutputStream, library: Library) -> None:
+    def __init__(
+        self, work: Work, stream: OutputStream, library: Library, sent: DisaggregatedParams | None = None
+    ) -> None:
         self._work = work
         self._stream = stream
         self._library = library
-        self._handles = handles_of(work)
+        self._sent = sent
         self._pushed: dict[int, int] = {}
         self._ended: set[int] = set()
         self._scored = work.output.prompt_logprobs is None
@@ -41,8 +43,8 @@ class ResultReader:
         """Push what is new in `result`. Raises EngineFailed when it is not valid."""
         outputs = result.outputs
         if isinstance(self._work.handoff, Produce) and result.finished and outputs:
-            media = (self._handles, result.prompt_token_ids) if self._handles is not None else None
-            self._stream.hand_off(handoff.encode(outputs[0].disaggregated_params, self._library, media))
+            prompt = result.prompt_token_ids if has_media(self._work) else None
+            self._stream.hand_off(handoff.encode(outputs[0].disaggregated_params, self._library, self._sent, prompt))
         for output in outputs:
             for index in self._copies if len(outputs) == 1 else (output.index,):
                 self._push_choice(output, index, result)
@@ -51,9 +53,10 @@ class ResultReader:
         if index in self._ended:
             return
         ends = result.finished or output.finish_reason is not None
-        cached = min(len(self._work.token_ids), max(0, result.cached_tokens))
+        prompt_tokens = len(result.prompt_token_ids)  # with the tokens that stand for media
+        cached = min(prompt_tokens, max(0, result.cached_tokens))
         if not self._pushed:
-            self._stream.cached(cached)
+            self._stream.cached(cached, prompt_tokens)
         if index == 0 and not self._scored and (output.prompt_logprobs or ends):
             self._score(output)
         self._push_new(output, index, ends)

@@ -61,6 +61,7 @@ def sampling_params(work: Work, model: Model, library: Library) -> object:
     fields = SamplingFields13(
         max_tokens=work.max_tokens,
         detokenize=False,
+        add_special_tokens=False,  # prompts are complete, also those that reach the library as text
         # Stop tokens stay in the output, as with every other engine; the frontend hides them.
         include_stop_str_in_output=True,
         **_stop_fields(work),

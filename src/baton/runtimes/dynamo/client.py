@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any, Generic, TypeVar
 
 from dynamo import _core
 
@@ -13,6 +14,8 @@ from baton.protocol.ids import new_request_id
 from baton.runtimes.dynamo.errors import from_runtime
 
 log = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 # A peer that gets the cancellation ends the stream. One that is frozen does not get it.
 CANCEL_GRACE_S = 0.5
@@ -40,25 +43,22 @@ class DynamoClient:
         self, request: Wire, instance: int | None = None, parent: Context | None = None
     ) -> AsyncGenerator[Wire, None]:
         """See `Client.call`."""
-        context = _context_of(parent)
-        call = _OutgoingCall(context)
+        context = context_of(parent)
         routed = _RoutedRequest(self._router if instance is None else None, context.id())
-        if parent is not None:
-            parent.on_cancel(call.cancel)
-        try:
+
+        async def start(call: OutgoingCall[Wire]) -> AsyncIterator[Wire]:
+            to, chosen = request, instance
             if routed.is_routed:
-                request, instance = await call.wait(asyncio.ensure_future(routed.route(request)))
-            replies = await call.start(self._send(request, instance, context))
-            while (reply := await call.next(replies)) is not None:
-                routed.mark_prefilled()
-                yield reply
-        except Exception as error:
-            raise (Cancelled("the caller disconnected") if call.cancelled else from_runtime(error)) from error
+                to, chosen = await call.wait(asyncio.ensure_future(routed.route(request)))
+            return await call.start(self._send(to, chosen, context))
+
+        try:
+            async with aclosing(read_replies(OutgoingCall(context), parent, start)) as replies:
+                async for reply in replies:
+                    routed.mark_prefilled()
+                    yield reply
         finally:
-            call.stop()
             routed.free()
-        if call.cancelled:
-            raise Cancelled("the caller disconnected")
 
     def _send(self, request: Wire, instance: int | None, context: _core.Context) -> asyncio.Future[AsyncIterator[Wire]]:
         if instance is None:
@@ -66,13 +66,37 @@ class DynamoClient:
         return self._raw.direct(request, instance, annotated=False, context=context)
 
 
-def _context_of(parent: Context | None) -> _core.Context:
+async def read_replies(
+    call: "OutgoingCall[R]",
+    parent: Context | None,
+    start: "Callable[[OutgoingCall[R]], Awaitable[AsyncIterator[R]]]",
+) -> AsyncGenerator[R, None]:
+    """Iterate over the replies that `start` returns, until `parent` is cancelled. Raises the errors of `errors.py`.
+
+    Closing the iterator cancels the call in the other process.
+    """
+    if parent is not None:
+        parent.on_cancel(call.cancel)
+    try:
+        replies = await start(call)
+        while (reply := await call.next(replies)) is not None:
+            yield reply
+    except Exception as error:
+        raise (Cancelled("the caller disconnected") if call.cancelled else from_runtime(error)) from error
+    finally:
+        call.stop()
+    if call.cancelled:
+        raise Cancelled("the caller disconnected")
+
+
+def context_of(parent: Context | None) -> _core.Context:
+    """Return the runtime's context for a call: an id of its own, and the trace of `parent`."""
     if parent is None:
         return _core.Context(new_request_id("call"), None)
     return _core.Context(new_request_id(parent.id), dict(parent.trace_headers))
 
 
-class _OutgoingCall:
+class OutgoingCall(Generic[R]):
     """One call. The runtime ignores a stop before the peer has connected, so a stop waits for that."""
 
     __slots__ = ("_context", "_pending", "_sending", "cancelled")
@@ -80,7 +104,7 @@ class _OutgoingCall:
     def __init__(self, context: _core.Context) -> None:
         self.cancelled = False
         self._context = context
-        self._sending: asyncio.Future[AsyncIterator[Wire]] | None = None
+        self._sending: asyncio.Future[AsyncIterator[R]] | None = None
         self._pending: asyncio.Future[Any] | None = None
 
     async def wait(self, pending: asyncio.Future[Any]) -> Any:
@@ -93,15 +117,15 @@ class _OutgoingCall:
                 raise Cancelled("the caller disconnected") from None
             raise
 
-    async def start(self, sending: asyncio.Future[AsyncIterator[Wire]]) -> AsyncIterator[Wire]:
+    async def start(self, sending: asyncio.Future[AsyncIterator[R]]) -> AsyncIterator[R]:
         """Return the replies, once the peer has connected."""
         self._sending = sending
         if self.cancelled:
             self.stop()
-        replies: AsyncIterator[Wire] = await self.wait(asyncio.shield(sending))
+        replies: AsyncIterator[R] = await self.wait(asyncio.shield(sending))
         return replies
 
-    async def next(self, replies: AsyncIterator[Wire]) -> Wire | None:
+    async def next(self, replies: AsyncIterator[R]) -> R | None:
         """Return the next reply; None when there are no more."""
         self._pending = pending = asyncio.ensure_future(replies.__anext__())
         try:
@@ -125,7 +149,7 @@ class _OutgoingCall:
         if self._sending is not None:
             self._sending.add_done_callback(self._stop_now)
 
-    def _stop_now(self, sending: asyncio.Future[AsyncIterator[Wire]]) -> None:
+    def _stop_now(self, sending: asyncio.Future[AsyncIterator[R]]) -> None:
         self._context.stop_generating()
         if not sending.cancelled():
             sending.exception()

@@ -49,7 +49,7 @@ class DynamoModelCards:
 
     def cards(self) -> list[ModelCard]:
         """Return the card of each process that is registered now and serves a route for clients."""
-        found = [card for each in self._subscribers for card in map(_read, each.get_model_cards().values())]
+        found = [card for each in self._subscribers for card in map(read_card, each.get_model_cards().values())]
         return [card for card in found if card.surfaces]
 
     def close(self) -> None:
@@ -58,7 +58,8 @@ class DynamoModelCards:
             subscriber.shutdown()
 
 
-def _read(text: str) -> ModelCard:
+def read_card(text: str) -> ModelCard:
+    """Return the card that the runtime has as JSON."""
     card = msgspec.json.decode(text, type=_Card)
     custom = [each.file.path for each in (card.chat_template_file or {}).values() if each.is_custom]
     config = card.runtime_config

@@ -12,6 +12,9 @@ from baton.protocol.events import KvCleared, KvEvent, KvRemoved, KvStored, LoadS
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
+# How the frontend's router makes a token of the hash of an image.
+_FIRST_IMAGE_TOKEN = 1_000_000
+_IMAGE_TOKEN_BITS = (1 << 30) - 1
 
 
 class LoadPublisher:
@@ -68,6 +71,19 @@ class KvEventPublisher:
             log.warning("the KV event publisher did not close within %g s", CLOSE_TIMEOUT_S)
 
 
+def _routing_tokens(event: KvStored) -> list[int]:
+    """Return the tokens of an event as the router sees those of a request.
+
+    In the place of each row of an image, the router has one number that stands for the image. It gives the worker the
+    hash that the number is made of (`extra_args.mm_hashes`). The runtime's `block_mm_infos` are hashed in another way.
+    """
+    tokens = list(event.token_ids)
+    for rows in event.media:
+        token = _FIRST_IMAGE_TOKEN + (int(rows.routing_hash, 16) & _IMAGE_TOKEN_BITS)
+        tokens[rows.start : rows.stop] = [token] * (rows.stop - rows.start)
+    return tokens
+
+
 class _Rank:
     """The published blocks of one rank."""
 
@@ -83,7 +99,7 @@ class _Rank:
             case KvStored():
                 self._published_blocks.update(event.block_hashes)
                 self._publisher.publish_stored(
-                    list(event.token_ids),
+                    _routing_tokens(event),
                     [event.block_size] * len(event.block_hashes),
                     list(event.block_hashes),
                     event.parent_hash,

@@ -43,7 +43,8 @@ def test_values_that_openai_takes_and_the_frontend_does_not(path: str) -> None:
     assert changed(path, user="", stop=[]) == {}
     assert changed(path, stop="") == {}
     assert changed(path, stop=["", "x"]) == {"stop": ["x"]}
-    assert 0 < changed(path, top_p=0)["top_p"] < 0.001  # type: ignore[operator]
+    for least in (0, 0.0, 1e-60):
+        assert 1e-30 < changed(path, top_p=least)["top_p"] < 0.001  # type: ignore[operator]
     assert changed(path, n=2, temperature=0) == {"n": 2, "top_k": 1}
     assert changed(path, n=2, temperature=0.5) == {"n": 2, "temperature": 0.5}
 
@@ -106,6 +107,24 @@ def test_a_part_that_the_frontend_drops_is_refused_with_its_place(kind: str) -> 
     assert kind in error.message
 
 
+@pytest.mark.parametrize("kind", ["image_url", "video_url"])
+@pytest.mark.parametrize("url", ["https://h/x.png", "HTTP://h:8/x", "file:///x.png", "data:application/safetensors,x"])
+def test_the_frontend_does_not_fetch_media(kind: str, url: str) -> None:
+    parts = [{"type": "text", "text": "what?"}, {"type": kind, kind: {"url": url, "detail": "low"}}]
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    expected = [parts[0], {"type": kind, kind: {"url": f"baton:{url}", "detail": "low"}}]
+    assert changed(CHAT, messages=messages) == {"messages": [messages[0], {"role": "user", "content": expected}]}
+
+
+def test_the_frontend_may_read_images_in_data_urls() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": [_image("data:image/png;base64,AA")]}]}
+    assert prepare(CHAT, body) is body
+
+
+def _image(url: str) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def test_alternatives_need_logprobs() -> None:
     assert refusal(CHAT, {**GOOD[CHAT], "top_logprobs": 3}).param == "top_logprobs"
     assert changed(CHAT, top_logprobs=3, logprobs=True) == {"top_logprobs": 3, "logprobs": True}
@@ -157,6 +176,7 @@ WRONG = [
         "response_format.json_schema.name",
         "empty",
     ),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "Unknown parameter"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "above maximum value"),
 ]
 
@@ -190,3 +210,33 @@ def test_embeddings_refuse_unknown_fields_and_empty_inputs() -> None:
     assert refusal(EMBEDDINGS, {**GOOD[EMBEDDINGS], "input_type": "query"}).param == "input_type"
     assert refusal(EMBEDDINGS, {**GOOD[EMBEDDINGS], "input": ""}).param == "input"
     assert refusal(EMBEDDINGS, {**GOOD[EMBEDDINGS], "input": ["x", ""]}).param == "input[1]"
+
+
+def with_image(source: object) -> dict[str, object]:
+    content = [{"type": "text", "text": "Look"}, {"type": "image", "source": source}]
+    return {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+
+
+def test_an_anthropic_image_in_a_data_url_becomes_base64() -> None:
+    inline = with_image({"type": "base64", "media_type": "image/png", "data": "AAAA"})
+    assert prepare("/v1/messages", inline) is inline
+    assert prepare("/v1/messages", with_image({"type": "url", "url": "data:image/png;base64,AAAA"})) == inline
+
+
+def test_an_image_in_the_result_of_a_tool_becomes_base64_too() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {"type": "file"}}]}
+    body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": [result]}]}
+    assert refusal("/v1/messages", body).param == "messages[0].content[0].content[0].source.type"
+
+
+@pytest.mark.parametrize(
+    ("source", "param"),
+    [
+        ({"type": "url", "url": "https://a.example/b.png"}, "source.url"),
+        ({"type": "file", "file_id": "x"}, "source.type"),
+        ({"type": "base64", "data": "AAAA"}, "source.media_type"),
+        (None, "source"),
+    ],
+)
+def test_an_anthropic_image_that_is_not_in_the_request_is_refused_by_name(source: object, param: str) -> None:
+    assert refusal("/v1/messages", with_image(source)).param == f"messages[0].content[1].{param}"

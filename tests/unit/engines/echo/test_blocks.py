@@ -40,7 +40,7 @@ class Interleavings(RuleBasedStateMachine):
             assert self.pool.used == before
             return None
         self.inside += 1
-        assert len(held.hashes) + held.own == blocks
+        assert len(set(held.numbers)) == blocks
         assert held.hashes == block_hashes(prompt, BLOCK, salt)
         assert before <= self.pool.used <= before + blocks
         self.forget_evicted()

@@ -21,6 +21,7 @@ from baton.protocol.media import MediaFile, MediaHandles
 
 DIALECT = Dialect(version="0.5.23")
 ALONE, PREFILL, DECODE = LaunchMode(), LaunchMode("prefill"), LaunchMode("decode")
+ENCODE = LaunchMode(encoding=True)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,9 @@ ALONE, PREFILL, DECODE = LaunchMode(), LaunchMode("prefill"), LaunchMode("decode
         (ALONE, {"served_model_name": "x"}, "--name"),
         (ALONE, {"model_path": "x"}, "--model"),
         (ALONE, {"is_embedding": True}, "embed"),
+        (ALONE, {"encoder_only": True}, "--role encode"),
+        (ALONE, {"language_only": True}, "--media-encoders"),
+        (ENCODE, {"tp_size": 2}, "more encode workers"),
         (ALONE, {"schedule_low_priority_values_first": True}, "priority"),
         (ALONE, {"tokenizer_worker_num": 2}, "tokenize"),
         (DECODE, {"dllm_algorithm": "LowConfidence"}, "diffusion"),

@@ -11,6 +11,7 @@ from baton.errors import InvalidRequest, Unsupported
 from baton.ports.engine import Work
 from baton.protocol.handoff import Bootstrap, Consume, Handoff, LocalProbe, PrefillResult, Produce
 from baton.protocol.ids import RequestId
+from baton.protocol.media import MediaFile
 from baton.protocol.requests import GuidedDecoding, OutputOptions, Sampling, StopConditions
 
 PLAIN = Setting(dialect=Dialect(version="0.5.23"))
@@ -51,6 +52,13 @@ def test_what_is_left_open_is_the_models_own() -> None:
     setting = Setting(dialect=PLAIN.dialect, defaults={"temperature": 0.6, "top_k": 20})
     said = params(setting, sampling=Sampling(temperature=0.0))
     assert (said["temperature"], said["top_k"]) == (0.0, 20)
+
+
+def test_a_limit_that_fills_the_context_is_left_to_sglang_for_files_whose_tokens_it_alone_counts() -> None:
+    setting, file = Setting(dialect=PLAIN.dialect, context=100), MediaFile(modality="image", data=b"")
+    assert params(setting, max_tokens=98)["max_new_tokens"] == 98
+    assert params(setting, max_tokens=98, media=(file,))["max_new_tokens"] is None
+    assert params(setting, max_tokens=97, media=(file,))["max_new_tokens"] == 97
 
 
 def test_d06_min_tokens_and_every_stop_token_arrive() -> None:

@@ -114,6 +114,13 @@ def test_pairs_of_speculative_decoding_are_read_as_tokens() -> None:
     assert event.token_ids == (1, 2, 3, 4)
 
 
+def test_what_stands_for_media_is_published_in_32_bits() -> None:
+    tokens = [1, 2**62 + 5, 2**62 + 6, 2**31 - 1]
+    (event,) = RankEvents(0, PAGE).read(0, batch(stored([10]) | {"token_ids": tokens}))
+    assert isinstance(event, KvStored)
+    assert event.token_ids == (1, 2**31 + 5, 2**31 + 6, 2**31 - 1)
+
+
 def test_a_block_that_is_not_full_is_not_published() -> None:
     partial = stored([10]) | {"token_ids": [1, 2], "block_size": 2}
     assert RankEvents(0, PAGE).read(0, batch(partial)) == []

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.engines.torch.models.config import FAMILIES, read_llama_config
+from baton.engines.torch.models.vision_language import LAYOUTS, SpatialPositions, has_media, language_tensor
 from baton.errors import ConfigError
 from baton.models.sentence import ENCODERS
 
@@ -39,7 +40,7 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(
 ) -> None:
     with pytest.raises(ConfigError, match=r"GPT2LMHeadModel|gpt2|unknown") as refusal:
         read_llama_config(write(tmp_path, **changes))
-    assert all(name in refusal.value.message for name in (*FAMILIES, *ENCODERS))
+    assert all(name in refusal.value.message for name in (*FAMILIES, *LAYOUTS, *ENCODERS))
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,72 @@ def test_an_unreadable_config_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_llama_config(tmp_path)
+
+
+IDEFICS3 = {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3"}
+QWEN = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+VISION = {"spatial_merge_size": 3, "tokens_per_second": 5, "hidden_size": 7}
+TEXT = {name: value for name, value in LLAMA.items() if name != "architectures"}
+
+
+def write_only(directory: Path, content: dict[str, object]) -> Path:
+    (directory / "config.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_the_language_model_of_idefics3_is_in_text_config(tmp_path: Path) -> None:
+    text = {**TEXT, "model_type": "llama", "rope_theta": 5000.0, "tie_word_embeddings": True}
+    directory = write_only(tmp_path, {**IDEFICS3, "text_config": text, "vision_config": VISION})
+    config = read_llama_config(directory)
+    assert (config.family, config.hidden, config.theta, config.tied) == ("llama", 48, 5000.0, True)
+    assert config.spatial is None
+    assert has_media(directory)
+
+
+def test_qwen_has_spatial_positions_in_new_and_old_files(tmp_path: Path) -> None:
+    expected = SpatialPositions(sections=(1, 2, 1), merge=3, tokens_per_second=5)
+    new = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0, "mrope_section": [1, 2, 1]}}
+    old = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}, "rope_theta": 7.0}
+    for fields in ({"text_config": {**TEXT, "model_type": "qwen2_5_vl_text", **new}}, {**TEXT, **old}):
+        config = read_llama_config(write_only(tmp_path, {**fields, **QWEN, "vision_config": VISION}))
+        assert (config.family, config.qkv_bias, config.theta, config.spatial) == ("qwen2", True, 7.0, expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({**IDEFICS3, "text_config": {**TEXT, "model_type": "gemma"}}, "gemma"),
+        ({**QWEN, **TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}, "mrope_section"),
+        ({**QWEN, **TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [2, 2]}}, "mrope_section"),
+        ({**IDEFICS3, "text_config": {**TEXT, "model_type": "llama"}, "quantization_config": {}}, "quantised"),
+    ],
+    ids=str,
+)
+def test_unsupported_language_models_are_refused_by_name(
+    tmp_path: Path, content: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_llama_config(write_only(tmp_path, content))
+
+
+def test_models_of_text_take_no_media(tmp_path: Path) -> None:
+    assert not has_media(tmp_path)
+    assert not has_media(write(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.text_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        ("language_model.model.norm.weight", "model.norm.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.vision_model.post_layernorm.bias", None),
+        ("model.connector.modality_projection.proj.weight", None),
+        ("visual.blocks.0.norm1.weight", None),
+        ("model.visual.blocks.0.norm1.weight", None),
+    ],
+)
+def test_tensors_of_the_language_model_have_their_usual_names(name: str, expected: str | None) -> None:
+    assert language_tensor(name) == expected

@@ -31,6 +31,7 @@ class Result:
         self.outputs: list[Any] = [Output(index=index) for index in range(choices)]
         self.finished = False
         self.cached_tokens = 0
+        self.prompt_token_ids = [1, 2, 3]
 
 
 class Case:

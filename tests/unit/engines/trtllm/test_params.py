@@ -151,14 +151,14 @@ def test_d07_priority_maps_to_the_engines_range_in_the_same_order(one: int, othe
 
 
 def test_d07_priority_reaches_the_engine() -> None:
-    generate_args = GenerateArgs(NEW, MODEL, Loras(), disaggregated=False)
+    generate_args = GenerateArgs(NEW, MODEL, Loras(), disaggregated=False, context=512)
     assert generate_args.build(work(priority=1)).get("priority") == 0.75
 
 
 def test_every_option_of_work_is_an_argument(tmp_path: Any) -> None:
     loras = Loras()
     loras.add("mine", tmp_path)
-    generate_args = GenerateArgs(NEW, MODEL, loras, disaggregated=False)
+    generate_args = GenerateArgs(NEW, MODEL, loras, disaggregated=False, context=512)
     plain: Any = generate_args.build(work())
     assert set(plain) == {"inputs", "sampling_params", "streaming", "priority"}
     assert plain["inputs"] == {"prompt_token_ids": [1, 2, 3]}

@@ -1,10 +1,20 @@
-"""Reads the config.json of a supported model. What this engine does not support is refused by name."""
+"""Reads the config.json of a supported model. What this engine does not support is refused by name.
+
+A vision-language model is read as its language model; `vision_language.py` has what connects it to media.
+"""
 
 import math
 from pathlib import Path
 
 import msgspec
 
+from baton.engines.torch.models.vision_language import (
+    LAYOUTS,
+    SpatialPositions,
+    language_fields,
+    layout_of,
+    spatial_positions,
+)
 from baton.errors import ConfigError
 from baton.models.sentence import ENCODERS
 
@@ -72,7 +82,10 @@ class _Raw(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a model of the Llama family."""
+    """The shape of a model of the Llama family.
+
+    `layout` is set for the language model of a vision-language model, and `spatial` if it has 3-D positions.
+    """
 
     family: str
     vocab: int
@@ -90,6 +103,8 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
+    layout: str | None = None
+    spatial: SpatialPositions | None = None
 
     @property
     def q_size(self) -> int:
@@ -106,33 +121,48 @@ def read_llama_config(directory: Path) -> LlamaConfig:
     """Return the shape of the model in `directory`. Raises ConfigError naming what is not supported."""
     path = directory / "config.json"
     try:
-        raw = msgspec.json.decode(path.read_bytes(), type=_Raw)
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        layout = layout_of(content)
+        raw = msgspec.convert(content if layout is None else language_fields(content), _Raw)
+        spatial = None if layout is None else spatial_positions(content, layout)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    family = _family(raw)
+    family = _family(raw, layout)
     _refuse(raw, path)
-    config = _config_of(raw, family)
-    if config.heads % config.kv_heads or config.head_dim % 2:
-        raise ConfigError(
-            f"{path}: {config.heads} heads of {config.head_dim} over {config.kv_heads} KV heads do not divide"
-        )
+    config = msgspec.structs.replace(_config_of(raw, family), layout=layout, spatial=spatial)
+    _refuse_odd_heads(config, path)
     inverse_frequencies(config)  # an unknown kind of positions is refused before the weights are read
     return config
 
 
-def _family(raw: _Raw) -> str:
+def _family(raw: _Raw, layout: str | None) -> str:
     architecture = (raw.architectures or [raw.model_type or "unknown"])[0]
-    if architecture not in FAMILIES:
+    family = FAMILIES.get(architecture) if layout is None else LAYOUTS[layout].get(raw.model_type)
+    if family is None and layout is not None:
+        raise ConfigError(f"the language model {raw.model_type!r} of {layout} is not supported by the built-in engine")
+    if family is None:
         raise ConfigError(
-            f"{architecture} is not supported by the built-in engine; it supports {', '.join(FAMILIES)} for text and"
-            f" {', '.join(sorted(ENCODERS))} for embeddings. Choose another engine with --engine"
+            f"{architecture} is not supported by the built-in engine; it supports {', '.join(FAMILIES)} for text,"
+            f" {', '.join(LAYOUTS)} for text and media, and {', '.join(sorted(ENCODERS))} for embeddings. Choose"
+            " another engine with --engine"
         )
-    return FAMILIES[architecture]
+    return family
+
+
+def _refuse_odd_heads(config: LlamaConfig, path: Path) -> None:
+    if config.heads % config.kv_heads or config.head_dim % 2:
+        raise ConfigError(
+            f"{path}: {config.heads} heads of {config.head_dim} over {config.kv_heads} KV heads do not divide"
+        )
+    if config.spatial is not None and sum(config.spatial.sections) != config.head_dim // 2:
+        raise ConfigError(
+            f"{path}: mrope_section {list(config.spatial.sections)} does not divide the {config.head_dim // 2} pairs"
+            " of dimensions of a head"
+        )
 
 
 def _config_of(raw: _Raw, family: str) -> LlamaConfig:
-    rope = raw.rope_parameters or raw.rope_scaling or Rope()
-    rope = msgspec.structs.replace(rope, rope_type=rope.type or rope.rope_type)
+    rope = _rope(raw)
     heads = raw.num_attention_heads
     return LlamaConfig(
         family=family,
@@ -152,6 +182,13 @@ def _config_of(raw: _Raw, family: str) -> LlamaConfig:
         o_bias=family in ("llama", "qwen3") and raw.attention_bias,
         qk_norm=family == "qwen3",
     )
+
+
+def _rope(raw: _Raw) -> Rope:
+    rope = raw.rope_parameters or raw.rope_scaling or Rope()
+    kind = rope.type or rope.rope_type
+    # Old files call plain frequencies with 3-D positions mrope.
+    return msgspec.structs.replace(rope, rope_type="default" if kind == "mrope" else kind)
 
 
 def _refuse(raw: _Raw, path: Path) -> None:

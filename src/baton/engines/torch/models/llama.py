@@ -3,7 +3,7 @@
 Weights are plain tensors in the row order of the model's files; nothing is packed, so they can be replaced in place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,13 +117,18 @@ class Decodes(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The input of one forward pass: one row for each token."""
+    """The input of one forward pass: one row for each token.
+
+    `positions` are [rows], or [3, rows] in time, height and width. `embedded` are rows of media, each with the row of
+    the step from which on they replace the embeddings of the tokens.
+    """
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     spans: list[Span]
     decodes: Decodes | None
+    embedded: Sequence[tuple[int, Tensor]] = ()
 
 
 class LlamaModel:
@@ -140,7 +145,9 @@ class LlamaModel:
         """Compute all rows, write their keys and values to the cache, and return the last hidden states."""
         config = self._config
         x = self._weights.embed[step.tokens]
-        cos, sin = self._cos[step.positions].unsqueeze(1), self._sin[step.positions].unsqueeze(1)
+        for first, rows in step.embedded:
+            x[first : first + len(rows)] = rows
+        cos, sin = self._angles(self._cos, step.positions), self._angles(self._sin, step.positions)
         for layer, (keys, values) in zip(self._weights.layers, self._kv, strict=True):
             h = F.rms_norm(x, (config.hidden,), layer.input_norm, config.eps)
             attended = self._attend(layer, F.linear(h, layer.qkv, layer.qkv_bias), cos, sin, keys, values, step)
@@ -153,6 +160,14 @@ class LlamaModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits for rows of hidden states."""
         return F.linear(hidden, self._weights.head).float()
+
+    def _angles(self, table: Tensor, positions: Tensor) -> Tensor:
+        """Return the cosines or sines of each row, [rows, 1, head_dim / 2]."""
+        angles = table[positions]
+        if positions.dim() == 2 and self._config.spatial is not None:
+            parts = torch.split(angles, list(self._config.spatial.sections), dim=-1)
+            angles = torch.cat([part[direction] for direction, part in enumerate(parts)], dim=-1)
+        return angles.unsqueeze(1)
 
     def _attend(
         self, layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, step: Step

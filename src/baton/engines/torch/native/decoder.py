@@ -4,6 +4,7 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from baton.engines.torch.models.config import LlamaConfig
 from baton.engines.torch.models.llama import Weights
 from baton.engines.torch.native.library import Shape, load_decoder_library
+from baton.engines.torch.prompt_media import RotaryPositions
 
 PROBLEMS = {
     1: "a token is outside the vocabulary",
@@ -22,15 +24,24 @@ PROBLEMS = {
 }
 
 
-class Rows(NamedTuple):
-    """Consecutive tokens of one sequence, the first at position `start`. `table` has its blocks, up to the last token.
+class EmbeddedRows(NamedTuple):
+    """Rows of a chunk, from its row `first` on, that begin with `rows` instead of the embeddings of their tokens."""
 
-    The KV before `start` is in the cache.
+    first: int
+    rows: Tensor
+
+
+class Rows(NamedTuple):
+    """Consecutive tokens of one sequence, the first at index `start`. `table` has its blocks, up to the last token.
+
+    The KV before `start` is in the cache. The rotary positions are the indexes plus a number, or three for each row.
     """
 
     tokens: list[int]
     start: int
     table: list[int]
+    positions: RotaryPositions = 0
+    embedded: list[EmbeddedRows] = []
 
 
 class NativeDecoder:
@@ -70,6 +81,8 @@ class NativeDecoder:
             blocks=kv.shape[2],
             block_size=self._block_size,
             is_bf16=kv.dtype == torch.bfloat16,
+            time_pairs=config.spatial.sections[0] if config.spatial else 0,
+            height_pairs=config.spatial.sections[1] if config.spatial else 0,
             eps=config.eps,
         )
         handle = library.baton_decoder_new(ctypes.byref(shape), max(1, threads))
@@ -97,21 +110,34 @@ class NativeDecoder:
         """Write the keys and values of all rows into the cache; return float32 logits [len(wanted), vocabulary].
 
         Rows count from the first token of the first chunk; without `wanted` all have logits, which the next call
-        overwrites. Raises ValueError, having done nothing, for a token, position, block or row out of range.
+        overwrites. Raises ValueError, having done nothing, for a token, position, block or row out of range, and for
+        embedded rows that do not fit the model.
         """
         count = total = 0
         packed: list[int] = []
-        for tokens, start, table in chunks:
-            packed += (len(tokens), start, len(table))
+        embedded: list[EmbeddedRows] = []
+        for tokens, start, table, positions, begun in chunks:
+            shift = positions if isinstance(positions, int) else 0
+            spatial = () if isinstance(positions, int) else positions
+            packed += (len(tokens), start, len(table), shift, bool(spatial))
             packed += table
             packed += tokens
+            packed += chain.from_iterable(spatial)
+            embedded += [EmbeddedRows(total + first, rows) for first, rows in begun]
             count += 1
             total += len(tokens)
         numbers = array("i", packed)
+        pointers = self._pointers(embedded, total)
         rows, logits = self._output_for(wanted, total)
         self._raise_for(
             self._library.baton_decoder_forward(
-                self._handle, count, numbers.buffer_info()[0], len(logits), _address(rows), logits.data_ptr()
+                self._handle,
+                count,
+                numbers.buffer_info()[0],
+                _address(pointers),
+                len(logits),
+                _address(rows),
+                logits.data_ptr(),
             )
         )
         return logits
@@ -124,6 +150,19 @@ class NativeDecoder:
         rows, logits = self._output_for(wanted, 0)
         self._raise_for(self._library.baton_decoder_score(self._handle, len(logits), _address(rows), logits.data_ptr()))
         return logits
+
+    def _pointers(self, embedded: list[EmbeddedRows], total: int) -> "array[int] | None":
+        """Return the address that each row of the step begins with, 0 for its token's; None if there are no others."""
+        if not embedded:
+            return None
+        pointers = array("Q", bytes(8 * total))
+        for first, rows in embedded:
+            _check("embedded rows", rows, self._dtype, (len(rows), self._config.hidden))
+            if first + len(rows) > total:
+                raise ValueError(PROBLEMS[5])
+            address, step = rows.data_ptr(), rows.stride(0) * rows.itemsize
+            pointers[first : first + len(rows)] = array("Q", range(address, address + step * len(rows), step))
+        return pointers
 
     def _output_for(self, wanted: list[int] | None, total: int) -> tuple["array[int] | None", Tensor]:
         count = total if wanted is None else len(wanted)

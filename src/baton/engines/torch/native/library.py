@@ -31,6 +31,8 @@ class Shape(ctypes.Structure):
         ("blocks", c_int32),
         ("block_size", c_int32),
         ("is_bf16", c_int32),
+        ("time_pairs", c_int32),
+        ("height_pairs", c_int32),
         ("eps", c_float),
     ]
 
@@ -54,7 +56,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.baton_decoder_new.restype = c_void_p
     library.baton_decoder_bind.argtypes = [c_void_p] * 5
     library.baton_decoder_bind.restype = None
-    library.baton_decoder_forward.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p, c_void_p]
+    library.baton_decoder_forward.argtypes = [c_void_p, c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p]
     library.baton_decoder_forward.restype = c_int
     library.baton_decoder_score.argtypes = [c_void_p, c_int, c_void_p, c_void_p]
     library.baton_decoder_score.restype = c_int

@@ -12,15 +12,18 @@ namespace baton {
 
 struct Shape {
     int32_t layers, hidden, ffn, heads, kv_heads, head_dim, vocab, context, blocks, block_size, is_bf16;
+    // How many pairs of dimensions of a head turn with the time and the height of a row; the rest turn with its width.
+    int32_t time_pairs, height_pairs;
     float eps;
 };
 
 enum Status { kOk, kBadToken, kBadPosition, kBadBlock, kNoMemory, kBadRow };
 
-// Consecutive tokens of one sequence: `count` rows of the step from `row` on, the first at position `start`.
+// Consecutive tokens of one sequence: `count` rows of the step from `row` on, the first at index `start` of it. Their
+// rotary positions are their indexes plus `shift`, or three for each row where `spatial` is not null.
 struct Piece {
-    int row, count, start, table_width;
-    const int32_t *table, *tokens;
+    int row, count, start, table_width, shift;
+    const int32_t *table, *tokens, *spatial;
 };
 
 // Rows to compute logits for; the first `count` where `rows` is null.
@@ -34,7 +37,7 @@ class Decoder {
 public:
     virtual ~Decoder() = default;
     virtual void bind(const void* const* weights, void* kv, const float* cos, const float* sin) = 0;
-    virtual Status forward(int pieces, const int32_t* packed, const Wanted& wanted) = 0;
+    virtual Status forward(int pieces, const int32_t* packed, const void* const* embedded, const Wanted& wanted) = 0;
     virtual Status score(const Wanted& wanted) = 0;
 };
 
@@ -75,6 +78,10 @@ class Model final : public Decoder {
     // context over one span of many, so that a single row can keep several threads busy. The sums are the same.
     struct Task {
         int piece, first, rows, part, parts, place;
+    };
+    // Cosines and sines of a row, for each pair of dimensions of a head.
+    struct Angles {
+        const float *cos = nullptr, *sin = nullptr;
     };
     struct alignas(64) Scratch {
         int block = 0;  // whose rows are in `inputs`
@@ -124,9 +131,12 @@ public:
         sin_ = sin;
     }
 
-    // `packed` has, for each piece: count of tokens, position of the first, count of blocks, the blocks, the tokens.
-    Status forward(int pieces, const int32_t* packed, const Wanted& wanted) override {
+    // `packed` has, for each piece: count of tokens, index of the first, count of blocks, shift of the rotary positions,
+    // 1 if each row has three of them instead, the blocks, the tokens, and those positions. `embedded` has, for each
+    // row, what it begins with instead of the embedding of its token, or null; it may be null itself.
+    Status forward(int pieces, const int32_t* packed, const void* const* embedded, const Wanted& wanted) override {
         take_pieces(pieces, packed);
+        embedded_ = embedded;
         Status status = check();
         if (status == kOk) status = take_wanted(wanted, rows_);
         if (status != kOk) return status;
@@ -161,10 +171,11 @@ private:
         pieces_.clear();
         rows_ = 0;
         for (int i = 0; i < count; ++i) {
-            Piece piece{rows_, packed[0], packed[1], packed[2], packed + 3, packed + 3 + packed[2]};
+            const int32_t *table = packed + 5, *tokens = table + packed[2], *end = tokens + packed[0];
+            Piece piece{rows_, packed[0], packed[1], packed[2], packed[3], table, tokens, packed[4] ? end : nullptr};
             pieces_.push_back(piece);
             rows_ += piece.count;
-            packed = piece.tokens + piece.count;
+            packed = packed[4] ? end + 3 * piece.count : end;
         }
     }
 
@@ -175,10 +186,19 @@ private:
             int64_t end = int64_t(piece.start) + piece.count;
             if (piece.start < 0 || end > s_.context || end > int64_t(piece.table_width) * s_.block_size)
                 return kBadPosition;
+            if (!check_rotary(piece)) return kBadPosition;
             for (int i = 0; i * s_.block_size < end; ++i)
                 if (uint32_t(piece.table[i]) >= uint32_t(s_.blocks)) return kBadBlock;
         }
         return kOk;
+    }
+
+    bool check_rotary(const Piece& piece) const {
+        int64_t first = int64_t(piece.start) + piece.shift;
+        if (!piece.spatial) return first >= 0 && first + piece.count <= s_.context;
+        for (int i = 0; i < 3 * piece.count; ++i)
+            if (uint32_t(piece.spatial[i]) >= uint32_t(s_.context)) return false;
+        return true;
     }
 
     Status take_wanted(const Wanted& wanted, int rows) {
@@ -200,8 +220,12 @@ private:
         q_.reserve(rows * q_size_);
         attended_.reserve(rows * pitch_of(q_size_));
         gated_.reserve(rows * pitch_of(s_.ffn));
-        positions_.reserve(rows);
+        angles_.reserve(rows);
         slots_.reserve(rows);
+        size_t spatial = 0;
+        for (const Piece& piece : pieces_)
+            if (piece.spatial) spatial += piece.count;
+        spatial_.reserve(spatial * s_.head_dim);
         size_t queries = std::max(kTaskQueries, group_), pitch = mixed_pitch();
         for (Scratch& scratch : scratch_) {
             scratch.packed.reserve(kSpan * pitch);
@@ -213,8 +237,13 @@ private:
             scratch.values.reserve(kSpan);
         }
         reserve_rows(rows_);
+        float* free = spatial_.get();
         for (const Piece& piece : pieces_)
-            for (int i = 0; i < piece.count; ++i) begin_row(piece, i);
+            for (int i = 0; i < piece.count; ++i) {
+                begin_row(piece, i);
+                angles_.get()[piece.row + i] = piece.spatial ? mix_angles(piece.spatial + 3 * i, free) : plain(piece, i);
+                if (piece.spatial) free += s_.head_dim;
+            }
     }
 
     // Room for the rows that one item of a phase works on.
@@ -230,10 +259,26 @@ private:
     void begin_row(const Piece& piece, int i) {
         int row = piece.row + i, position = piece.start + i;
         const W* from = embed_ + size_t(piece.tokens[i]) * s_.hidden;
+        if (embedded_ && embedded_[row]) from = static_cast<const W*>(embedded_[row]);
         float* x = x_.get() + size_t(row) * s_.hidden;
         for (int d = 0; d < s_.hidden; ++d) x[d] = widen(from[d]);
-        positions_.get()[row] = position;
         slots_.get()[row] = size_t(piece.table[position / s_.block_size]) * s_.block_size + position % s_.block_size;
+    }
+
+    Angles plain(const Piece& piece, int i) const {
+        size_t position = piece.start + piece.shift + i;
+        return {cos_ + position * (s_.head_dim / 2), sin_ + position * (s_.head_dim / 2)};
+    }
+
+    // The angles of a row with positions in time, height and width, written to `to`.
+    Angles mix_angles(const int32_t* position, float* to) const {
+        int half = s_.head_dim / 2, height = s_.time_pairs, width = height + s_.height_pairs;
+        for (int d = 0; d < half; ++d) {
+            size_t from = size_t(position[d < height ? 0 : d < width ? 1 : 2]) * half + d;
+            to[d] = cos_[from];
+            to[half + d] = sin_[from];
+        }
+        return {to, to + half};
     }
 
     void plan_attention() {
@@ -335,11 +380,11 @@ private:
         bool query = head < s_.heads, value = head >= s_.heads + s_.kv_heads;
         const W* norm = query ? layer.q_norm : value ? nullptr : layer.k_norm;
         for (int row = at.row; row < at.row + at.rows; ++row, out += size) {
-            size_t angles = size_t(positions_.get()[row]) * half;
+            Angles angles = angles_.get()[row];
             if (layer.qkv_bias)
                 for (int i = 0; i < size; ++i) out[i] += widen(layer.qkv_bias[head * size + i]);
             if (norm) normalise_head(out, norm);
-            if (!value) rotate(out, cos_ + angles, sin_ + angles, half);
+            if (!value) rotate(out, angles.cos, angles.sin, half);
             auto turned = [&](int i, auto kind) { return load_as<decltype(kind)>(out + i); };
             if (query) {
                 put_all<W>(queries(row, head / group_) + head % group_ * size, size, turned);
@@ -486,9 +531,10 @@ private:
     Wanted wanted_{};
     Grid qkv_{}, o_{}, gate_up_{}, down_{}, head_of_{};
     std::vector<Task> tasks_;
-    Buffer<int> positions_;
+    const void* const* embedded_ = nullptr;
+    Buffer<Angles> angles_;
     Buffer<size_t> slots_;
-    Buffer<float> x_, partial_;
+    Buffer<float> x_, partial_, spatial_;
     Buffer<Softmax> partial_sums_;
     Buffer<A> q_, attended_, gated_;
     std::unique_ptr<std::atomic<int>[]> pending_;
@@ -517,10 +563,10 @@ void baton_decoder_bind(void* decoder, const void* const* weights, void* kv, con
 }
 
 // Writes a row of logits for each of the `wanted` rows, or the first `count` rows if it is null.
-int baton_decoder_forward(void* decoder, int pieces, const int32_t* packed, int count, const int32_t* wanted,
-                          float* logits) {
+int baton_decoder_forward(void* decoder, int pieces, const int32_t* packed, const void* const* embedded, int count,
+                          const int32_t* wanted, float* logits) {
     try {
-        return static_cast<baton::Decoder*>(decoder)->forward(pieces, packed, {count, wanted, logits});
+        return static_cast<baton::Decoder*>(decoder)->forward(pieces, packed, embedded, {count, wanted, logits});
     } catch (const std::bad_alloc&) {
         return baton::kNoMemory;
     }

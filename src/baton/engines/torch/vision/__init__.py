@@ -1,0 +1,1 @@
+"""Vision towers of the built-in engine, and the preprocessing of their media."""
