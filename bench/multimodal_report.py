@@ -169,22 +169,23 @@ def first_token_rows(cells: Sequence[RequestCell]) -> list[list[str]]:
 
 
 def transfer_rows(cells: Sequence[RequestCell]) -> list[list[str]]:
-    rows = []
-    cold = [cell for cell in cells if cell.cache == "cold" and cell.encode_s > 0]
-    for model, images, system in unique((cell.model, cell.images, cell.system) for cell in cold):
-        same = [cell for cell in cold if (cell.model, cell.images, cell.system) == (model, images, system)]
-        rows.append(
-            [
-                model,
-                str(images),
-                system.removeprefix("E/PD, "),
-                f"{median(cell.transfer_bytes for cell in same) / 1000:.0f}",
-                spread([1000 * cell.encode_s for cell in same]),
-                spread([1000 * cell.transfer_s for cell in same], 2),
-                spread([100 * cell.transfer_s / cell.encode_s for cell in same], 2),
-            ]
-        )
-    return rows
+    groups: dict[tuple[str, int, str], list[RequestCell]] = {}
+    for cell in cells:
+        if cell.cache == "cold" and cell.encode_s > 0:
+            groups.setdefault((cell.model, cell.images, cell.system), []).append(cell)
+    return [
+        [model, str(images), system.removeprefix("E/PD, "), *transfer_figures(same)]
+        for (model, images, system), same in groups.items()
+    ]
+
+
+def transfer_figures(cells: Sequence[RequestCell]) -> list[str]:
+    return [
+        f"{median(cell.transfer_bytes for cell in cells) / 1000:.0f}",
+        spread([1000 * cell.encode_s for cell in cells]),
+        spread([1000 * cell.transfer_s for cell in cells], 2),
+        spread([100 * cell.transfer_s / cell.encode_s for cell in cells], 2),
+    ]
 
 
 def mixed_row(cells: Sequence[MixedCell], name: str) -> list[str]:

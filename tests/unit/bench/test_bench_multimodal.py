@@ -52,10 +52,10 @@ def encode_cell(variant: str, rate: float, repeat: int = 0) -> EncodeCell:
     )
 
 
-def mixed_cell(system: str, images_per_s: float, round: int) -> MixedCell:
+def mixed_cell(system: str, images_per_s: float, number: int) -> MixedCell:
     return MixedCell(
         system=system,
-        round=round,
+        round=number,
         undisturbed_gaps_s=[0.01],
         paced_gaps_s=[0.02],
         paced_first_s=[0.5],
