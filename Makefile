@@ -14,7 +14,7 @@ PARALLEL := --numprocesses $(JOBS) --dist loadfile
 # Left to `make test-all`.
 LONG := faults or fuzz or soak or slow
 
-.PHONY: serve unit test test-all test-long test-clients test-sglang test-lm-eval check docs bench bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router bench-engine-peers reliability machine clean
+.PHONY: serve unit test test-all test-long test-clients test-sglang test-lm-eval check docs bench bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router bench-multimodal bench-engine-peers reliability machine clean
 
 serve: $(SERVING)
 	$(BIN)/baton serve $(ARGS)
@@ -58,7 +58,7 @@ check: $(DEVELOPMENT)
 docs: $(DEVELOPMENT)
 	$(BIN)/python -m tools.generate_docs
 
-bench: bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router
+bench: bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router bench-multimodal
 
 bench-edge: $(DEVELOPMENT)
 	$(BIN)/python -m bench.edge $(ARGS)
@@ -81,6 +81,9 @@ reliability: $(DEVELOPMENT) machine
 
 bench-router: $(DEVELOPMENT)
 	$(BIN)/python -m bench.router $(ARGS)
+
+bench-multimodal: $(DEVELOPMENT)
+	$(BIN)/python -m bench.multimodal $(ARGS)
 
 # Other engines to compare with, each in an environment of its own under .bench/ (4.4 GB).
 bench-engine-peers:
