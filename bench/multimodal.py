@@ -43,7 +43,7 @@ class Plan:
     """How often the systems of the mixed load are started."""
     seconds: float = 30.0
     """How long each mixed load lasts."""
-    encode_repeats: int = 7
+    encode_repeats: int = 5
     encode_seconds: float = 2.0
 
 
@@ -68,7 +68,7 @@ def results_of(cells: Sequence[Cell], source_changed: bool) -> MultimodalResults
     return MultimodalResults(
         date=time.strftime("%Y-%m-%d"),
         commit=git_commit(),
-        command=f'make bench-multimodal ARGS="{" ".join(sys.argv[1:])}"',
+        command=f'make bench-multimodal ARGS="{" ".join(sys.argv[1:])}"' if sys.argv[1:] else "make bench-multimodal",
         source_changed=source_changed,
         machine=describe_machine(),
         requests=[cell for cell in cells if isinstance(cell, RequestCell)],

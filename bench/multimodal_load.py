@@ -22,8 +22,8 @@ STREAMS, STREAM_TOKENS = 4, 200
 IMAGE_TOKENS = 4
 PACE_S = 1.0
 CLIENTS = 4
-PICTURES_PER_S = 30
-"""Drawn before a load begins: more than both systems encode."""
+PICTURES_PER_S = 10
+"""Drawn before a load begins, so that drawing takes no time from it; if they run out, more are drawn."""
 WARM_UP_TRIES = 50
 
 
@@ -135,7 +135,8 @@ class MixedLoad:
                 texts.append(await stream_chat(self._port, text_request(text, STREAM_TOKENS)))
 
         async def send() -> None:
-            request = image_request(str(next(self._labels)), [drawn.pop()], IMAGE_TOKENS)
+            request = image_request(str(next(self._labels)), drawn[-1:] or self._pictures.make(1), IMAGE_TOKENS)
+            del drawn[-1:]
             images.append(await stream_chat(self._port, request))
 
         async def send_one_after_the_other() -> None:
