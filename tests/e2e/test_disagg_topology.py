@@ -97,6 +97,7 @@ def joined(serve: Serve, role: str, output: Path, *flags: str) -> Iterator[Joine
         worker.process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_worker_joins_and_leaves_under_load_and_nobody_notices(
     serve: Serve, texts: dict[Question, str], role: str, tmp_path: Path
@@ -119,7 +120,7 @@ def test_a_worker_joins_and_leaves_under_load_and_nobody_notices(
 
 def test_ways_that_do_not_meet_are_named(start: Callable[..., Apart], letters: Path) -> None:
     def times_named() -> int:
-        return apart.log_of("worker-1").count("no transport reads the prefill worker's memory (it offers tcp)")
+        return apart.log_of("worker-1").count("no transport reads the other worker's memory (it offers tcp)")
 
     def is_named(stream: bool) -> bool:
         """Whether a request reaches the decode worker. A frontend that has just found its workers answers 503 too."""

@@ -53,6 +53,7 @@ async def stays_halted(here: Session) -> None:
         await asyncio.wait_for(stream.read(), 0.3)
 
 
+@pytest.mark.slow
 def test_released_memory_leaves_the_process_and_answers_stay_the_same(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -7,6 +7,7 @@ many rows, torch computes the prompts, and a step is two passes. On a GPU torch 
 
 import logging
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -284,10 +285,10 @@ def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
 
 def _positions(chunks: list[Chunk]) -> list[int] | list[list[int]]:
     """Return the rotary position of each row, or three lists of them: in time, height and width."""
-    found = [(chunk, chunk.sequence.positions(chunk.start, chunk.start + chunk.length)) for chunk in chunks]
-    if all(isinstance(positions, int) for _, positions in found):
-        return [triple[0] for chunk, positions in found for triple in _triples(chunk, positions)]
-    rows = [triple for chunk, positions in found for triple in _triples(chunk, positions)]
+    found = [chunk.sequence.positions(chunk.start, chunk.start + chunk.length) for chunk in chunks]
+    rows = list(chain.from_iterable(map(_triples, chunks, found)))
+    if all(isinstance(positions, int) for positions in found):
+        return [row[0] for row in rows]
     return [list(direction) for direction in zip(*rows, strict=True)]
 
 

@@ -111,6 +111,7 @@ class DynamoEndpoint:
 
     async def deregister(self) -> None:
         """See `Endpoint.deregister`."""
+        await self.server.flush()  # callers give up requests of an instance that leaves, also those that have ended
         for other in self._other_names.values():
             await other.deregister()
         if self._registered:

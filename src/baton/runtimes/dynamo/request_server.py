@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -18,6 +19,10 @@ from baton.runtimes.dynamo.response_writer import ResponseWriter, Sender
 log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 5.0
+POLL_S = 0.005
+TAKE_POLLS = 200
+# From the runtime's reading of the end of a response until it is in the socket. Nothing tells; it takes a millisecond.
+SEND_S = 0.1
 
 
 class _ResponseEnd:
@@ -27,10 +32,15 @@ class _ResponseEnd:
     merely refused.
     """
 
-    __slots__ = ("_end",)
+    __slots__ = ("__weakref__", "_end")
 
     def __init__(self, end: asyncio.Future[None]) -> None:
         self._end = end
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the request has ended."""
+        return self._end.done()
 
     def __aiter__(self) -> "_ResponseEnd":
         return self
@@ -48,16 +58,28 @@ class RequestServer:
         self._cancel_grace_s = cancel_grace_s
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ends: weakref.WeakSet[_ResponseEnd] = weakref.WeakSet()  # the runtime drops one when it has read it
+        self._last_end = -SEND_S
         self._closing = False
         self.checks: list[Callable[[Wire], None]] = []
 
     def handle(self, request: Wire, context: _core.Context, response_sender: Sender) -> _ResponseEnd:
         """Called by the runtime for every request, in one of its threads; the work starts in the event loop."""
         end: asyncio.Future[None] = self._loop.create_future()
-        self._loop.call_soon_threadsafe(self._start, request, DynamoContext(context), response_sender, end)
-        return _ResponseEnd(end)
+        response = _ResponseEnd(end)
+        self._loop.call_soon_threadsafe(self._start, request, DynamoContext(context), response_sender, response, end)
+        return response
 
-    def _start(self, request: Wire, context: DynamoContext, sender: Sender, end: asyncio.Future[None]) -> None:
+    def _start(
+        self,
+        request: Wire,
+        context: DynamoContext,
+        sender: Sender,
+        response: _ResponseEnd,
+        end: asyncio.Future[None],
+    ) -> None:
+        self._ends.add(response)
+        end.add_done_callback(self._record_end)
         try:
             for check in self.checks:
                 check(request)
@@ -107,6 +129,18 @@ class RequestServer:
             _, pending = await asyncio.wait(self._tasks, timeout=SHUTDOWN_TIMEOUT_S)
             if pending:
                 log.warning("%d requests did not end within %g s", len(pending), SHUTDOWN_TIMEOUT_S)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Wait until the runtime has sent how requests have ended: a caller that misses it retries them elsewhere."""
+        for _ in range(TAKE_POLLS):
+            if not any(end.is_known for end in self._ends):
+                break
+            await asyncio.sleep(POLL_S)
+        await asyncio.sleep(max(0.0, self._last_end + SEND_S - self._loop.time()))
+
+    def _record_end(self, end: asyncio.Future[None]) -> None:
+        self._last_end = self._loop.time()
 
 
 def _finish(end: asyncio.Future[None], error: BaseException) -> None:
