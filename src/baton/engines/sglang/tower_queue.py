@@ -50,7 +50,9 @@ class TowerQueue:
 
     async def close(self, error: BatonError) -> None:
         """End every call with `error`; on return the tower is not used. Idempotent."""
-        self._ended = self._ended or error
+        if self._ended is not None:
+            return
+        self._ended = error
         self._running.cancel()
         await asyncio.wait([self._running])
         await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)  # after the batch that still runs
