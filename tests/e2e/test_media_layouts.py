@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -173,6 +174,39 @@ def test_d27_a_url_that_works_once_is_fetched_once(layout: tuple[str, Serve]) ->
     assert status == 200, answer
     assert json.loads(answer)["choices"][0]["message"]["content"] == said_to("look ", image)
     assert OneUse.asked.count(path) == 1
+
+
+@pytest.mark.parametrize("detail", ["auto", "low", "high"])
+def test_the_official_client_sends_images_by_url_and_data_url(layout: tuple[str, Serve], detail: str) -> None:
+    name, system = layout
+    one, two = picture(34, 24), picture(35, 25)
+    OneUse.image = base64.b64decode(url_of(two).partition(",")[2])
+    path = f"/{detail}-{name.replace('/', '-').replace(' ', '-')}.png"
+    with HTTPServer(("127.0.0.1", 0), OneUse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        urls = (url_of(one), f"http://127.0.0.1:{server.server_port}{path}")
+        parts = [{"type": "image_url", "image_url": {"url": url, "detail": detail}} for url in urls]
+        answer = system.client().chat.completions.create(
+            model="echo", messages=[{"role": "user", "content": [{"type": "text", "text": "see "}, *parts]}]
+        )
+        server.shutdown()
+    assert answer.choices[0].message.content == said_to("see ", one, two)
+
+
+def test_leaving_while_an_image_is_fetched_ends_the_fetch(layout: tuple[str, Serve]) -> None:
+    _, system = layout
+    with socket.create_server(("127.0.0.1", 0)) as site:
+        site.settimeout(30)
+        url = f"http://127.0.0.1:{site.getsockname()[1]}/never.png"
+        part = {"type": "image_url", "image_url": {"url": url}}
+        body = {"model": "echo", "messages": [{"role": "user", "content": [part]}], "stream": True}
+        with system.open("/v1/chat/completions", body):
+            connection, _ = site.accept()
+        with connection:
+            connection.settimeout(15)
+            while connection.recv(4096):  # the request, and then the end
+                pass
+    assert_nothing_is_left(system)
 
 
 def test_usage_counts_the_rows_of_images(layout: tuple[str, Serve]) -> None:
