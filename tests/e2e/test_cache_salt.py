@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 pytest.importorskip("torch")
 
@@ -17,11 +18,15 @@ PROMPT = "what one tenant asks is not for the other to know; " * 8
 CACHED = len(PROMPT) // 16 * 16
 LAYOUTS = {"aggregated": {"workers": 2}, "disaggregated": {"prefill": 2, "decode": 1}}
 # The echo engine has no KV to hand off.
-SYSTEMS = [
-    (engine, layout, router)
-    for engine, layout in (("echo", "aggregated"), ("torch", "aggregated"), ("torch", "disaggregated"))
-    for router in ("round-robin", "kv")
-]
+KV = [("echo", "aggregated", "kv"), ("torch", "aggregated", "kv"), ("torch", "disaggregated", "kv")]
+IN_TURN = [(engine, layout, "round-robin") for engine, layout, _ in KV]
+
+
+def systems(*chosen: tuple[str, str, str]) -> list[ParameterSet]:
+    """Return systems as parameters: those of the built-in engine that route in turn take long for what they find."""
+    return [
+        pytest.param(each, id=" ".join(each), marks=pytest.mark.slow if each in IN_TURN[1:] else ()) for each in chosen
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / MODEL)
 
 
-@pytest.fixture(scope="module", params=SYSTEMS, ids=" ".join)
+@pytest.fixture(scope="module", params=systems(*KV, *IN_TURN))
 def served(start_shared: Callable[..., Serve], model: Path, request: pytest.FixtureRequest) -> Iterator[Serve]:
     engine, layout, router = request.param
     flags = ("--model", str(model), "--name", MODEL, "--router", router)
@@ -54,7 +59,7 @@ def test_tenants_share_no_cached_prompt(served: Serve) -> None:
         eventually(lambda tenant=tenant: cached(served, "b", tenant) >= CACHED, what=f"{tenant} has a cache")
 
 
-@pytest.mark.parametrize("served", [system for system in SYSTEMS if "kv" in system], indirect=True, ids=" ".join)
+@pytest.mark.parametrize("served", systems(*KV), indirect=True)
 def test_salted_prompts_go_where_they_are_cached(served: Serve) -> None:
     for tenant in ("carol", "dave"):
         eventually(lambda tenant=tenant: cached(served, "a", tenant) >= CACHED, what=f"{tenant} has a cache")

@@ -269,6 +269,7 @@ def leave_after(serve: Serve, seconds: float) -> tuple[tuple[str, str], float]:
 # Those who come after
 
 
+@pytest.mark.slow
 def test_a_request_behind_cancelled_prefills_does_not_wait_for_them(early: Serve, note: Note) -> None:
     prefill = early.worker(PREFILL)
     idle_s, _ = timed(lambda: assert_serves(early))
