@@ -48,7 +48,8 @@ URL_SCHEMES = ("http://", "https://", "data:", "file:")
 class LoadedMedia:
     """The media of one request, ready for the engine. As a context manager, it closes them.
 
-    `token_ids` is the prompt that goes with them, None if it is that of the request.
+    `token_ids` is the prompt that goes with them, None if it is that of the request. `sources` have the memory of rows
+    that a client has computed: their bytes count as long as they are referred to.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class LoadedMedia:
         placed: tuple[PlacedItem, ...] = (),
         hold: Hold | None = None,
         claim: Claim | None = None,
+        sources: tuple[LoadedMediaItem, ...] = (),
     ) -> None:
         self.items = items
         self.token_ids = token_ids
         self.placed = placed
         self._hold = hold
         self._claim = claim
+        self._sources = sources
 
     async def __aenter__(self) -> "LoadedMedia":
         return self
@@ -89,7 +92,7 @@ class LoadedMedia:
         """Return the same media for a new owner; closing this one has no effect from now on."""
         claim, self._claim = self._claim, None
         hold, self._hold = self._hold, None
-        return LoadedMedia(self.items, self.token_ids, self.placed, hold, claim)
+        return LoadedMedia(self.items, self.token_ids, self.placed, hold, claim, self._sources)
 
     async def close(self) -> None:
         """Unpin rows, and give up handles that have not been read. Idempotent."""
@@ -230,7 +233,8 @@ class MediaInput:
         rows = [await tracked.scope.wait(asyncio.to_thread(rows_of, file, media)) for file in files]
         placed = place(request, [each.item for each in rows], media)
         token_ids, positions = expanded(request.token_ids, placed, media)
-        return LoadedMedia(embeddings(placed, positions, [each.data for each in rows], media), token_ids, placed)
+        items = embeddings(placed, positions, [each.data for each in rows], media)
+        return LoadedMedia(items, token_ids, placed, sources=loaded)
 
     def _as_files(self, request: GenerateRequest, files: tuple[MediaFile, ...]) -> LoadedMedia:
         """Return files for an engine that places them itself; placeholders that a client has typed become text."""

@@ -1,17 +1,16 @@
 """The fields of `/v1/chat/completions`."""
 
-import operator
 from typing import Annotated
 
 from msgspec import Meta
 
 from baton.edge.errors import FieldError
 from baton.edge.fields import types
+from baton.edge.fields.media_urls import with_marked_urls
 from baton.edge.fields.messages import Message
 from baton.edge.fields.shared import EXTENSIONS, SAMPLING
 from baton.edge.fields.table import Json, Table, honoured, ignored, refused, translated, unsupported, without
 from baton.edge.fields.tools import ResponseFormat, Tool, ToolChoice
-from baton.protocol.media import UNFETCHED
 
 _UNREADABLE = {
     "input_audio": "no engine takes audio",
@@ -20,7 +19,7 @@ _UNREADABLE = {
 
 
 def _messages(body: Json) -> Json:
-    """Refuse the parts that the frontend drops, and keep it from fetching media, which is the workers' task."""
+    """Refuse the parts that the frontend drops, and keep it from fetching media."""
     messages = body["messages"]
     assert isinstance(messages, list)
     for number, message in enumerate(messages):
@@ -29,32 +28,7 @@ def _messages(body: Json) -> Json:
             _check_parts(content, f"messages[{number}].content")
         if message.get("audio") is not None:
             raise unsupported(f"messages[{number}].audio", "there are no earlier audio answers")
-    marked = [_mark_urls(message) for message in messages]
-    return body if all(map(operator.is_, marked, messages)) else {**body, "messages": marked}
-
-
-def _mark_urls(message: Json) -> Json:
-    """Return the message with its URLs of media marked as not to be fetched; the same object if it has none."""
-    content = message.get("content")
-    if not isinstance(content, list) or not any(_named_url(part) for part in content):
-        return message
-    return {**message, "content": [_mark_url(part) for part in content]}
-
-
-def _mark_url(part: Json) -> Json:
-    kind, url = str(part.get("type")), _named_url(part)
-    if not url:
-        return part
-    named = part[kind]
-    assert isinstance(named, dict)
-    return {**part, kind: {**named, "url": UNFETCHED + url}}
-
-
-def _named_url(part: Json) -> str:
-    """Return the URL of a part, empty if there is none. The frontend may read images in data URLs, to route by them."""
-    named = part.get(str(part.get("type")))
-    url = named.get("url") if isinstance(named, dict) else None
-    return url if isinstance(url, str) and not url[:11].lower().startswith("data:image/") else ""
+    return with_marked_urls(body, "messages")
 
 
 def _check_parts(parts: list[Json], path: str) -> None:

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.edge.fields import types
+from baton.edge.fields.media_urls import with_marked_urls
 from baton.edge.fields.shared import NVEXT, STREAM, TOP_P, stream_options
 from baton.edge.fields.table import Json, Table, honoured, ignored, refused, translated, unsupported, without
 
@@ -46,13 +47,13 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _input(body: Json) -> Json:
-    """Refuse the items that the frontend skips."""
+    """Refuse the items that the frontend skips, and keep it from fetching media."""
     items = body["input"]
     for number, item in enumerate(items if isinstance(items, list) else []):
         kind = item.get("type") or "message"
         if kind not in _ITEMS:
             raise unsupported(f"input[{number}].type", f"{kind}: items can be {', '.join(_ITEMS)}")
-    return body
+    return with_marked_urls(body, "input")
 
 
 def _tools(body: Json) -> Json:

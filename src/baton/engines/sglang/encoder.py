@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from baton.config.engines import SglangOptions
+from baton.engine_kit.load_readings import load_readings
 from baton.engines.sglang.compat import choose_device
 from baton.engines.sglang.launch_mode import LaunchMode
 from baton.engines.sglang.own_media import as_bytes, prepare_all
@@ -30,10 +31,9 @@ from baton.models.directory import read_config
 from baton.ports.engine import Capabilities, Encoded, EncodedRows, EncodeWork, EngineInfo, MediaInfo, Progress
 from baton.ports.transfer import EmbeddingShape
 from baton.protocol.commands import Command, Outcome
-from baton.protocol.events import LoadSnapshot, Reading
+from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
 
-LOAD_INTERVAL_S = 0.25
 MAX_RUNNING = 64
 
 
@@ -119,18 +119,9 @@ class SglangEncoder:
         """See `Engine.execute`."""
         raise Unsupported("an encoder has no commands")
 
-    async def readings(self) -> AsyncGenerator[Reading, None]:
+    def readings(self) -> AsyncGenerator[Reading, None]:
         """See `Engine.readings`."""
-        published: LoadSnapshot | None = None
-        while not self._ended.is_set():
-            now = self.progress()
-            load = LoadSnapshot(running=now.running, waiting=now.waiting, used_blocks=0, total_blocks=1)
-            if load != published:
-                yield (published := load)
-            try:
-                await asyncio.wait_for(self._ended.wait(), LOAD_INTERVAL_S)
-            except TimeoutError:
-                continue
+        return load_readings(self.progress, self._ended)
 
     def metrics(self) -> str:
         """See `Engine.metrics`. SGLang has none of a tower without its servers."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from baton.config.engines import TorchOptions
+from baton.engine_kit.load_readings import load_readings
 from baton.engine_kit.threads import fail, resolve
 from baton.engines.torch.embed_batches import EmbedInput, PendingRequest, make_batches, take_inputs
 from baton.engines.torch.encoder import Encoder
@@ -15,9 +16,8 @@ from baton.errors import BatonError, EngineDead, EngineFailed, Unsupported
 from baton.models.sentence import SentenceLayout, read_layout, shorter_sizes
 from baton.ports.engine import Capabilities, EmbedWork, EngineInfo, Progress
 from baton.protocol.commands import Command, Outcome
-from baton.protocol.events import LoadSnapshot, Reading
+from baton.protocol.events import Reading
 
-LOAD_INTERVAL_S = 0.25
 # Taken at once and sorted by length: enough to sort, few enough that a new request does not wait long.
 BATCHES_AT_ONCE = 2
 BATCH_TOKENS = 1024
@@ -169,17 +169,9 @@ class TorchEmbedder:
         running = sum(request.taken > 0 for request in self._pending)
         return Progress(steps, running, len(self._pending) - running)
 
-    async def readings(self) -> AsyncGenerator[Reading, None]:
+    def readings(self) -> AsyncGenerator[Reading, None]:
         """See `Engine.readings`."""
-        last: LoadSnapshot | None = None
-        while not self._stopped.is_set():
-            progress = self.progress()
-            if (load := LoadSnapshot(progress.running, progress.waiting, 0, 0)) != last:
-                yield (last := load)
-            try:
-                await asyncio.wait_for(self._stopped.wait(), LOAD_INTERVAL_S)
-            except TimeoutError:
-                continue
+        return load_readings(self.progress, self._stopped)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""

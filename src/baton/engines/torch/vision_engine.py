@@ -5,17 +5,16 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from baton.config.engines import TorchOptions
+from baton.engine_kit.load_readings import load_readings
 from baton.engines.torch.vision.calls import EncodeCalls
 from baton.engines.torch.vision.encoder import AHEAD, VisionEncoder
 from baton.errors import Unsupported
 from baton.models.directory import read_config
 from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress
 from baton.protocol.commands import Command, Outcome
-from baton.protocol.events import LoadSnapshot, Reading
+from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
 from baton.status.progress_line import ProgressLine
-
-LOAD_INTERVAL_S = 0.25
 
 
 class TorchVisionEngine:
@@ -72,17 +71,9 @@ class TorchVisionEngine:
         running = min(len(self._calls), self._encoder.running)
         return Progress(self._encoder.steps, running, len(self._calls) - running)
 
-    async def readings(self) -> AsyncGenerator[Reading, None]:
+    def readings(self) -> AsyncGenerator[Reading, None]:
         """See `Engine.readings`."""
-        last: LoadSnapshot | None = None
-        while not self._stopped.is_set():
-            progress = self.progress()
-            if (load := LoadSnapshot(progress.running, progress.waiting, 0, 0)) != last:
-                yield (last := load)
-            try:
-                await asyncio.wait_for(self._stopped.wait(), LOAD_INTERVAL_S)
-            except TimeoutError:
-                continue
+        return load_readings(self.progress, self._stopped)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""

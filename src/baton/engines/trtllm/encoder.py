@@ -16,6 +16,7 @@ from typing import cast
 import msgspec
 
 from baton.config.engines import TrtllmOptions
+from baton.engine_kit.load_readings import load_readings
 from baton.engine_kit.threads import run_in_thread
 from baton.engines.trtllm import lifecycle, media_handles
 from baton.engines.trtllm.cli_args import Tree, read_arguments
@@ -39,12 +40,10 @@ from baton.models.placeholders import read_media_info
 from baton.models.tokenizer import HubTokenizer
 from baton.ports.engine import Capabilities, Encoded, EncodeWork, EngineInfo, Progress
 from baton.protocol.commands import Command, Outcome
-from baton.protocol.events import LoadSnapshot, Reading
+from baton.protocol.events import Reading
 from baton.protocol.ids import RequestId
 
 log = logging.getLogger(__name__)
-
-LOAD_INTERVAL_S = 0.25
 
 
 class _Encoding:
@@ -230,18 +229,9 @@ class TrtllmEncoder:
         """See `Engine.execute`."""
         raise Unsupported("an encoder has no commands")
 
-    async def readings(self) -> AsyncGenerator[Reading, None]:
+    def readings(self) -> AsyncGenerator[Reading, None]:
         """See `Engine.readings`."""
-        published: LoadSnapshot | None = None
-        while self._lifecycle.error is None:
-            now = self.progress()
-            load = LoadSnapshot(running=now.running, waiting=now.waiting, used_blocks=0, total_blocks=1)
-            if load != published:
-                yield (published := load)
-            try:
-                await asyncio.wait_for(self._ended.wait(), LOAD_INTERVAL_S)
-            except TimeoutError:
-                continue
+        return load_readings(self.progress, self._ended)
 
     def metrics(self) -> str:
         """See `Engine.metrics`. The library has none of an encoder."""

@@ -116,6 +116,15 @@ def test_the_frontend_does_not_fetch_media(kind: str, url: str) -> None:
     assert changed(CHAT, messages=messages) == {"messages": [messages[0], {"role": "user", "content": expected}]}
 
 
+def test_the_frontend_does_not_fetch_media_of_responses() -> None:
+    parts = [{"type": "input_text", "text": "what?"}, {"type": "input_image", "image_url": "https://h/x.png"}]
+    body: dict[str, object] = {"model": "m", "input": [{"role": "user", "content": parts}]}
+    marked = [parts[0], {"type": "input_image", "image_url": "baton:https://h/x.png"}]
+    assert prepare("/v1/responses", body)["input"] == [{"role": "user", "content": marked}]
+    plain: dict[str, object] = {"model": "m", "input": "what?"}
+    assert prepare("/v1/responses", plain) is plain
+
+
 def test_the_frontend_may_read_images_in_data_urls() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": [_image("data:image/png;base64,AA")]}]}
     assert prepare(CHAT, body) is body

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import tokenizers
 
+from baton.engines.torch.models.vision_language import LAYOUTS
 from baton.engines.torch.vision.files import VisionFiles, read_vision_files
 from baton.engines.torch.vision.idefics3 import Idefics3Layout
 from baton.engines.torch.vision.identity import identify_tower
@@ -18,11 +19,6 @@ from baton.errors import ConfigError
 from baton.ports.engine import MediaInfo, Placeholder
 from baton.ports.transfer import EmbeddingShape
 
-ARCHITECTURES = (
-    "Idefics3ForConditionalGeneration",
-    "SmolVLMForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-)
 # The computation from a file to rows. Increment when the same file gets other rows.
 _VERSION = 1
 
@@ -69,11 +65,6 @@ class VideoLayout(VisionLayout, Protocol):
         """
 
 
-def is_vision_model(directory: Path) -> bool:
-    """Return whether the model in `directory` is of a supported vision-language layout. Raises ConfigError."""
-    return _architecture(read_vision_files(directory)) in ARCHITECTURES
-
-
 def read_layout(directory: Path) -> Idefics3Layout | QwenLayout:
     """Return the layout of the model in `directory`. Raises ConfigError for one that is not supported."""
     files = read_vision_files(directory)
@@ -84,7 +75,7 @@ def read_layout(directory: Path) -> Idefics3Layout | QwenLayout:
             return Idefics3Layout(files, read_tokenizer(directory))
         case other:
             raise ConfigError(
-                f"{other} has no vision tower that the built-in engine supports; it supports {', '.join(ARCHITECTURES)}"
+                f"{other} has no vision tower that the built-in engine supports; it supports {', '.join(LAYOUTS)}"
             )
 
 
