@@ -176,6 +176,23 @@ def test_d27_a_url_that_works_once_is_fetched_once(layout: tuple[str, Serve]) ->
     assert OneUse.asked.count(path) == 1
 
 
+def test_the_images_of_responses_are_fetched_by_a_worker(layout: tuple[str, Serve]) -> None:
+    name, system = layout
+    image = picture(36, 26)
+    OneUse.image = base64.b64decode(url_of(image).partition(",")[2])
+    path = f"/responses-{name.replace('/', '-').replace(' ', '-')}.png"
+    with HTTPServer(("127.0.0.1", 0), OneUse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}{path}"
+        parts = [{"type": "input_text", "text": "look "}, {"type": "input_image", "image_url": url}]
+        body = {"model": "echo", "input": [{"role": "user", "content": parts}]}
+        status, answer = system.post("/v1/responses", body)
+        server.shutdown()
+    assert status == 200, answer
+    assert json.loads(answer)["output"][0]["content"][0]["text"] == said_to("look ", image)
+    assert OneUse.asked.count(path) == 1
+
+
 @pytest.mark.parametrize("detail", ["auto", "low", "high"])
 def test_the_official_client_sends_images_by_url_and_data_url(layout: tuple[str, Serve], detail: str) -> None:
     name, system = layout
