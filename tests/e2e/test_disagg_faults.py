@@ -320,24 +320,25 @@ def test_a_corrupt_frame_ends_only_its_own_room(pair: Pair, texts: dict[Question
 
 
 def test_a_room_that_nobody_comes_to_expires(pair: Pair, texts: dict[Question, str]) -> None:
-    expired = pair.ended("expired")
+    before = pair.ended("expired")
 
     async def visits() -> None:
         async with prefill_clients(pair) as (client, memory):
             absent = visit(pair, 10, b"secret", memory)  # a room that never opens
             async with open_room(pair, client, 9) as chunks:
                 assert await last_words(chunks) == ("length", 0)
+            forgotten = wire.Failed("peer_lost", "the prefill has not begun within 4 s")
+            expired = wire.Failed("peer_lost", "no worker has claimed it within 4 s")
             message = await asyncio.to_thread(visit(pair, 9, b"secret", memory).hear)
-            assert message == wire.Failed("peer_lost", "no worker has claimed it within 4 s")
-            message = await asyncio.to_thread(absent.hear)
-            assert message == wire.Failed("peer_lost", "the prefill has not begun within 4 s")
+            assert message in (expired, forgotten)  # a busy machine may take longer than rooms are remembered
+            assert await asyncio.to_thread(absent.hear) == forgotten
 
     with Load(pair.serve, texts, CLIENTS) as load:
         load.flow(4)
         asyncio.run(asyncio.wait_for(visits(), 60))
         load.flow(4)
     assert load.bad() == []
-    assert pair.ended("expired") > expired
+    assert pair.ended("expired") > before
     assert_nothing_held(pair.serve, prefill=1)
 
 
