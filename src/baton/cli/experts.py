@@ -20,7 +20,7 @@ def experts() -> None:
 
 @experts.command("plan")
 @click.argument("dump", type=click.Path(path_type=Path))
-@click.option("--ranks", type=_COUNT, required=True, help="expert-parallel ranks of the worker (SGLang's --ep-size)")
+@click.option("--ranks", type=_COUNT, required=True, help="ranks of the worker: --experts-ranks, or SGLang's --ep-size")
 @click.option("--nodes", type=_COUNT, default=1, show_default=True, help="number of nodes with these ranks")
 @click.option("--redundant", type=click.IntRange(min=0), default=0, show_default=True, help="extra copies of experts")
 @click.option("--groups", type=_COUNT, help="expert groups of the model (n_group in its config.json)")
@@ -50,7 +50,7 @@ def plan_command(
         click.echo(_summary(len(counts), used, shape, resolve(shape, algorithm)) + _table(before, after))
         if out is not None:
             write_layout(out, layout)
-        click.echo(_next_step(out, redundant))
+        click.echo(_next_step(out, ranks, redundant))
     except ConfigError as error:
         click.echo(f"baton: {error.message}", err=True)
         sys.exit(EXIT_CONFIG)
@@ -84,13 +84,14 @@ def _table(before: Balance, after: Balance) -> str:
     )
 
 
-def _next_step(out: Path | None, redundant: int) -> str:
+def _next_step(out: Path | None, ranks: int, redundant: int) -> str:
     if out is None:
         return "\nThe layout was not written; use --out FILE to write it."
-    copies = f" --experts-redundant {redundant}" if redundant else ""
+    layout = f"--experts-layout {out}" + (f" --experts-redundant {redundant}" if redundant else "")
     return (
-        f"\nWrote {out}. Start the worker with it:\n\n"
-        f"  baton worker --engine sglang --experts-layout {out}{copies}\n\n"
+        f"\nWrote {out}. Start the worker with it, one of:\n\n"
+        f"  baton worker --engine torch {layout} --experts-ranks {ranks}\n"
+        f"  baton worker --engine sglang {layout} -- --ep-size {ranks}\n\n"
         f"or SGLang itself with --init-expert-location {out}"
         + (f" --ep-num-redundant-experts {redundant}" if redundant else "")
     )

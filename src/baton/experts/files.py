@@ -7,9 +7,9 @@ SGLang chooses the format by suffix, loads `.pt` with `weights_only`, prefers `p
 import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import msgspec
 from msgspec import Meta
@@ -42,16 +42,24 @@ def write_layout(path: Path, layout: Layout) -> None:
     """Write a file for `--experts-layout`, atomically. Raises ConfigError."""
     check_suffix(path)
     content = msgspec.json.encode({LAYOUT_KEY: layout}) if path.suffix == ".json" else _as_pt(layout, path)
+    try:
+        write_atomically(path, lambda file: file.write(content))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file with `write`; under its name there is the whole file or what was there before. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("xb") as file:
-            file.write(content)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException:
         temporary.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise
 
 
 def check_suffix(path: Path) -> None:

@@ -4,18 +4,24 @@ A layout has a row per layer and a column per physical slot: slots [r * size, (r
 ranks [n * ranks / nodes, (n + 1) * ranks / nodes) to node n. A cell is the logical expert in that slot.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from baton.errors import ConfigError
-from baton.experts.packing import pack, spread
+from baton.experts.hierarchy import Hierarchy
+from baton.experts.moves import keep_in_place, moved
+from baton.experts.packing import spread
+from baton.experts.replanning import adapted
 
 Algorithm = Literal["auto", "global", "hierarchical"]
 Row = list[int]
 Layout = list[Row]
 Loads = Sequence[float]
+
+_STAY = 1.001  # how much busier the busiest rank may be than in a new layout, so that fewer experts move
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,16 +57,23 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
     worst_layer: int
 
 
-def plan(counts: Sequence[Loads], shape: Shape, algorithm: Algorithm = "auto") -> Layout:
+def plan(
+    counts: Sequence[Loads], shape: Shape, algorithm: Algorithm = "auto", previous: Layout | None = None
+) -> Layout:
     """Return the layout for these counts, a row per layer. No layer has a busier rank than in the `trivial` layout.
 
     Two copies of an expert share a rank only if a rank has more slots than there are experts. `hierarchical` keeps the
     experts of a group on one node, even if a `trivial` layout that splits groups is better balanced. `auto` is
-    hierarchical if the nodes divide the groups and balance allows it, and global otherwise. Raises ConfigError for an
-    impossible shape.
+    hierarchical if the nodes divide the groups and balance allows it, and global otherwise.
+
+    With the `previous` layout few slots get another expert: no more than without it, and none in a layer without load.
+    The busiest rank of a layer is then at most 0.1% busier than without it. Raises ConfigError for an impossible shape.
     """
     check(shape, algorithm)
-    return [_plan_layer(loads, shape, algorithm) for loads in counts]
+    if previous is None:
+        return [_plan_layer(loads, shape, algorithm) for loads in counts]
+    _check_previous(previous, len(counts), shape)
+    return [_replan_layer(loads, shape, algorithm, row) for loads, row in zip(counts, previous, strict=True)]
 
 
 def trivial(shape: Shape) -> Row:
@@ -82,7 +95,7 @@ def rank_loads(loads: Loads, row: Row, ranks: int) -> list[float]:
         copies[expert] += 1
     size = len(row) // ranks
     return [
-        sum(loads[expert] / copies[expert] for expert in row[start : start + size])
+        math.fsum(loads[expert] / copies[expert] for expert in row[start : start + size])
         for start in range(0, len(row), size)
     ]
 
@@ -129,6 +142,16 @@ def check(shape: Shape, algorithm: Algorithm) -> None:
         )
 
 
+def _check_previous(previous: Layout, layers: int, shape: Shape) -> None:
+    if len(previous) != layers:
+        raise ConfigError(f"the previous layout has {len(previous)} layers, and the counts have {layers}")
+    for layer, row in enumerate(previous):
+        if len(row) != shape.physical or set(row) != set(range(shape.experts)):
+            raise ConfigError(
+                f"layer {layer} of the previous layout is not one of {shape.experts} experts in {shape.physical} slots"
+            )
+
+
 def _plan_layer(loads: Loads, shape: Shape, algorithm: Algorithm) -> Row:
     start = trivial(shape)
     if not any(loads):
@@ -139,24 +162,47 @@ def _plan_layer(loads: Loads, shape: Shape, algorithm: Algorithm) -> Row:
             return row
         if algorithm == "hierarchical":
             return start if _keeps_groups(start, shape) else row
-    row = [expert for rank in spread(loads, shape.ranks, shape.size) for expert in rank]
+    row = [expert for rank in spread(loads, shape.ranks, shape.size).bins for expert in rank]
     return start if _better(start, row, loads, shape) else row
 
 
+def _replan_layer(loads: Loads, shape: Shape, algorithm: Algorithm, previous: Row) -> Row:
+    if not any(loads):
+        return list(previous)
+    fresh = _plan_layer(loads, shape, algorithm)
+    grouped = resolve(shape, algorithm) == "hierarchical" and _keeps_groups(fresh, shape)
+    nodes = shape.nodes if grouped else 1
+    near = _near_rows(loads, shape, previous, fresh, nodes) if _is_usable(previous, shape, grouped) else []
+    rows = [keep_in_place(row, previous, shape.ranks, nodes) for row in (fresh, *near)]
+    return min(rows, key=lambda row: moved(row, previous))
+
+
+def _near_rows(loads: Loads, shape: Shape, previous: Row, fresh: Row, nodes: int) -> list[Row]:
+    """Return rows that differ little from `previous`, and are balanced nearly as well as `fresh`."""
+    load = _busiest(fresh, loads, shape)
+    limit = max(load, min(_STAY * load, _busiest(trivial(shape), loads, shape)))
+    if _busiest(previous, loads, shape) <= limit:
+        return [previous]
+    rows = adapted(previous, fresh, loads, shape.ranks, nodes, limit)
+    return [row for row in rows if _busiest(row, loads, shape) <= limit]
+
+
+def _is_usable(row: Row, shape: Shape, grouped: bool) -> bool:
+    """Whether the row has no two copies of an expert on one rank, and if `grouped`, no group on two nodes."""
+    ranks = (row[at : at + shape.size] for at in range(0, len(row), shape.size))
+    return all(len(set(rank)) == shape.size for rank in ranks) and (not grouped or _keeps_groups(row, shape))
+
+
 def _better(one: Row, other: Row, loads: Loads, shape: Shape) -> bool:
-    return max(rank_loads(loads, one, shape.ranks)) < max(rank_loads(loads, other, shape.ranks))
+    return _busiest(one, loads, shape) < _busiest(other, loads, shape)
+
+
+def _busiest(row: Row, loads: Loads, shape: Shape) -> float:
+    return max(rank_loads(loads, row, shape.ranks))
 
 
 def _hierarchical(loads: Loads, shape: Shape) -> Row:
-    per_group = shape.experts // shape.groups
-    groups = [range(group * per_group, (group + 1) * per_group) for group in range(shape.groups)]
-    weights = [sum(loads[expert] for expert in group) for group in groups]
-    row: Row = []
-    for members in pack(weights, [1] * shape.groups, shape.nodes):
-        experts = [expert for group in members for expert in groups[group]]
-        own = [loads[expert] for expert in experts]
-        row += [experts[owner] for rank in spread(own, shape.ranks // shape.nodes, shape.size) for owner in rank]
-    return row
+    return Hierarchy(loads, shape.groups, shape.nodes, shape.ranks // shape.nodes, shape.size).row()
 
 
 def _keeps_groups(row: Row, shape: Shape) -> bool:

@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from baton.cli.main import cli
 from baton.config.engines import ExpertOptions
-from baton.engines.sglang.experts import expert_arguments
+from baton.engines.sglang.experts import Parallelism, expert_arguments
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_plan_is_printed_and_written_in_a_usable_file(dump: Path, tmp_path: Path
         "3 layers, 1 of them without load; 4 experts and 2 redundant on 2 ranks, 3 slots each; global" in result.output
     )
     assert f"baton worker --engine sglang --experts-layout {out} --experts-redundant 2" in result.output
-    assert expert_arguments(ExpertOptions(layout=str(out), redundant=2), ep_size=2)
+    assert expert_arguments(ExpertOptions(layout=str(out), redundant=2), Parallelism(2))
 
 
 def test_table_compares_trivial_and_planned_layout(dump: Path) -> None:

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.experts.packing import pack, replicate
+from baton.experts.packing import spread
 from baton.experts.placement import Algorithm, Shape, measure, plan, rank_loads, resolve, trivial
+from baton.experts.replication import replicate
 
 Counts = list[list[float]]
 
@@ -108,20 +109,61 @@ def test_plan_is_deterministic_and_independent_per_layer(case: tuple[Shape, Coun
 
 
 @given(case=cases(), data=st.data())
-def test_packing_does_not_depend_on_the_order_of_experts(case: tuple[Shape, Counts], data: st.DataObject) -> None:
+def test_balance_does_not_depend_on_the_order_of_experts(case: tuple[Shape, Counts], data: st.DataObject) -> None:
     shape, counts = case
     loads = counts[0]
     order = data.draw(st.permutations(range(shape.experts)))
-    renamed = [loads[expert] for expert in order]
-    max_copies = shape.ranks * -(-shape.size // shape.experts)
-    copies, other = replicate(loads, shape.physical, max_copies), replicate(renamed, shape.physical, max_copies)
-    assert sorted(zip(loads, copies, strict=True)) == sorted(zip(renamed, other, strict=True))
+    one = spread(loads, shape.ranks, shape.size)
+    other = spread([loads[expert] for expert in order], shape.ranks, shape.size)
+    assert one.heaviest == pytest.approx(other.heaviest)
 
-    def weights(loads: list[float], copies: list[int]) -> list[float]:
-        packed = pack(loads, copies, shape.ranks)
-        return sorted(sum(sorted(loads[owner] / copies[owner] for owner in rank)) for rank in packed)
 
-    assert weights(loads, copies) == pytest.approx(weights(renamed, other))
+@pytest.mark.parametrize("algorithm", ["global", "hierarchical"])
+@given(case=cases())
+def test_no_layer_is_worse_than_greedy_packing_of_greedy_copies(
+    algorithm: Algorithm, case: tuple[Shape, Counts]
+) -> None:
+    shape, counts = case
+    for loads, row in zip(counts, plan(counts, shape, algorithm), strict=True):
+        greedy = greedy_row(loads, shape) if algorithm == "global" else greedy_hierarchical_row(loads, shape)
+        if any(loads) and all(max(Counter(rank).values()) == 1 for rank in ranks_of(greedy, shape)):
+            assert busiest(loads, row, shape) <= busiest(loads, greedy, shape) * (1 + 1e-9)
+
+
+def greedy_row(loads: list[float], shape: Shape) -> list[int]:
+    """Copy the expert with the heaviest copies until all slots are used; put each copy into the lightest open rank."""
+    copies = [1] * shape.experts
+    while sum(copies) < shape.physical:
+        copies[max(range(shape.experts), key=lambda expert: loads[expert] / copies[expert])] += 1
+    shares = [load / count for load, count in zip(loads, copies, strict=True)]
+    packed = greedy_packing([share for share, count in zip(shares, copies, strict=True) for _ in range(count)], shape)
+    owners = [expert for expert, count in enumerate(copies) for _ in range(count)]
+    return [owners[item] for rank in packed for item in rank]
+
+
+def greedy_hierarchical_row(loads: list[float], shape: Shape) -> list[int]:
+    """Put each group onto the lightest open node; then copy and pack the experts of each node."""
+    size = shape.experts // shape.groups
+    groups = [sum(loads[group * size : (group + 1) * size]) for group in range(shape.groups)]
+    row = []
+    for members in greedy_packing(groups, Shape(experts=shape.groups, ranks=shape.nodes)):
+        experts = [group * size + member for group in members for member in range(size)]
+        ranks = shape.ranks // shape.nodes
+        node = Shape(experts=len(experts), redundant=ranks * shape.size - len(experts), ranks=ranks)
+        row += [experts[owner] for owner in greedy_row([loads[expert] for expert in experts], node)]
+    return row
+
+
+def greedy_packing(weights: list[float], shape: Shape) -> list[list[int]]:
+    """Return the items of each rank: each item, the heaviest first, goes to the lightest open rank."""
+    ranks: list[list[int]] = [[] for _ in range(shape.ranks)]
+    totals = [0.0] * shape.ranks
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        open_ranks = [rank for rank, content in enumerate(ranks) if len(content) < shape.size]
+        lightest = min(open_ranks, key=totals.__getitem__)
+        ranks[lightest].append(item)
+        totals[lightest] += weights[item]
+    return ranks
 
 
 @given(
@@ -212,6 +254,16 @@ def test_extra_copy_may_stay_idle() -> None:
     shape = Shape(experts=3, redundant=1, ranks=2)
     [row] = plan([[3, 0, 3]], shape)
     assert rank_loads([3, 0, 3], row, 2) == [3, 3]
+
+
+def test_every_rank_gets_the_same_number_of_hot_copies() -> None:
+    # 16 more copies of the hot experts make 21: 3 on some ranks and 2 on others, at least 8/5 + 8/4 + 8/4. With 5 of
+    # the copies idle each rank has 2.
+    loads = [8.0] * 5 + [0.0] * 27
+    shape = Shape(experts=32, redundant=16, ranks=8)
+    [row] = plan([loads], shape)
+    assert {sum(expert < 5 for expert in rank) for rank in ranks_of(row, shape)} == {2}
+    assert busiest(loads, row, shape) == pytest.approx(8 / 3 + 8 / 3)
 
 
 def test_hot_groups_go_to_different_nodes() -> None:
