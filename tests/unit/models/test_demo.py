@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.engine_kit.safetensors_file import weight_files
 from baton.errors import ConfigError
 from baton.models.demo import DEMOS, Demo, prepare_demo
 from baton.models.directory import read_config, resolve_model, served_name
@@ -158,8 +159,15 @@ def test_cache_that_cannot_be_written_is_reported(index: Path, tmp_path: Path) -
 
 
 def test_demo_models_are_served_under_their_names() -> None:
-    assert set(DEMOS) == {"smollm2", "smolsee", "minilm"}
+    assert set(DEMOS) == {"smollm2", "smolsee", "minilm", "smoldiff"}
     assert [served_name(name) for name in DEMOS] == list(DEMOS)
+
+
+def test_an_included_model_is_used_where_it_is(index: Path, cache: Path) -> None:
+    directory = resolve_model("smoldiff", cache)
+    assert read_config(directory).eos_token_ids
+    assert weight_files(directory) == [directory / "model.safetensors"]
+    assert not cache.exists()
 
 
 def test_model_is_served_under_the_name_of_its_directory_or_its_hub_id(tmp_path: Path) -> None:
