@@ -8,7 +8,8 @@ for the engine makes processes of its own.
 | sglang, mooncake | page indices can be pinned for a copy to the GPU | the plain way is taken |
 | sglang, LoRA | small tables can be pinned for a copy to the GPU | they are not |
 | sglang, torch attention | who pads batches on a CPU, as attention over ranks does, has AMX | it pads as on a GPU |
-| sglang, expert records | every device has a cache to empty | a CPU has none, and that is no error |
+| sglang, expert records | every device has a cache to empty and captures graphs | a CPU has and does neither |
+| sglang, experts in torch | every expert is on this rank | choices of experts on other ranks are left out |
 """
 
 import importlib.abc
@@ -66,6 +67,27 @@ def _after_expert_records(module: Any) -> None:
 
     if not hasattr(torch.cpu, "empty_cache"):
         torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
+    if not hasattr(torch.cpu, "is_current_stream_capturing"):
+        torch.cpu.is_current_stream_capturing = lambda: False  # type: ignore[attr-defined]
+
+
+def _after_experts(module: Any) -> None:
+    import torch
+
+    compute = module.moe_forward_native
+
+    def compute_local(layer: Any, x: Any, topk_output: Any, config: Any) -> Any:
+        weights, ids = topk_output.topk_weights, topk_output.topk_ids
+        local = ids >= 0  # of experts on other ranks the dispatcher says -1
+        if local.all():
+            return compute(layer, x, topk_output, config)
+        rows, out = local.nonzero(as_tuple=True)[0], torch.zeros_like(x)
+        if len(rows):
+            choices = topk_output._replace(topk_weights=weights[local][:, None], topk_ids=ids[local][:, None])
+            out.index_add_(0, rows, compute(layer, x[rows], choices, config))
+        return out
+
+    module.moe_forward_native = compute_local
 
 
 _kept: list[object] = []
@@ -79,6 +101,7 @@ _after: dict[str, Callable[[Any], None]] = {
     "sglang.srt.disaggregation.mooncake.conn": _after_mooncake,
     "sglang.srt.eplb.expert_distribution": _after_expert_records,
     "sglang.srt.layers.attention.torch_native_backend": _after_torch_attention,
+    "sglang.srt.layers.moe.fused_moe_native": _after_experts,
 }
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from baton.config.engines import SglangOptions
+from baton.config.engines import ExpertOptions, SglangOptions
 from baton.engine_kit.output_stream import OutputStream
 from baton.engines.sglang.adapter import SglangEmbedder, SglangEngine
 from baton.engines.sglang.launch_mode import LaunchMode
@@ -42,11 +42,12 @@ class TestedEngine(SglangEngine):
         model: Path,
         mode: Literal["null", "prefill", "decode"] = "null",
         *more: str,
+        experts: ExpertOptions | None = None,
         from_encoders: bool = False,
         **options: Any,
     ) -> None:
         chosen = SglangOptions(**({"metrics": False} | options))
-        super().__init__(chosen, (*CPU, *more), model, "tiny", LaunchMode(mode), from_encoders=from_encoders)
+        super().__init__(chosen, (*CPU, *more), model, "tiny", LaunchMode(mode), experts, from_encoders)
         self.given: list[RequestId] = []
         self.is_stopped = False
 

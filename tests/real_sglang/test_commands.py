@@ -14,7 +14,6 @@ from baton.errors import EngineDead, EngineFailed, InvalidRequest, Paused
 from baton.protocol.commands import (
     ClearCache,
     Continue,
-    DumpExpertRecord,
     FromDisk,
     FromSharedMemory,
     FromTensors,
@@ -26,9 +25,7 @@ from baton.protocol.commands import (
     Pause,
     SetWeightVersion,
     SharedTensor,
-    StartExpertRecord,
     StartProfile,
-    StopExpertRecord,
     StopProfile,
     UnloadLora,
     UpdateWeights,
@@ -322,31 +319,3 @@ def test_adapters_come_serve_and_go(bench: Bench, tiny: Path, tmp_path: Path) ->
         await session.engine.stop()
 
     engine.run(body, 150)
-
-
-def test_expert_records_are_written_and_found(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
-    from tests.doubles.tiny_models import write_byte_tokenizer
-
-    monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(tmp_path / "records"))
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 256, "bos_token_id": None}
-    config = transformers.Qwen3MoeConfig(**sizes, **heads, **experts)
-    model = tmp_path / "moe"
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(model)
-    write_byte_tokenizer(model)
-    engine = Engines(bench, lambda: TestedEngine(model, "null", "--expert-distribution-recorder-mode", "stat"))
-
-    async def body(session: Session) -> Any:
-        await session.engine.execute(StartExpertRecord())
-        await answer_of(session, work(12))
-        await session.engine.execute(StopExpertRecord())
-        outcome = await session.engine.execute(DumpExpertRecord())
-        await session.engine.stop()
-        return outcome
-
-    outcome = engine.run(body, 150)
-    assert Path(outcome.path).parent == tmp_path / "records"
-    assert Path(outcome.path).is_file()

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from baton.config.engines import SglangOptions
+from baton.engines.sglang.experts import records_experts
 from baton.engines.sglang.launch_mode import LaunchMode
 from baton.engines.sglang.server_args import Arguments
 from baton.engines.sglang.sglang_types import Engine, Manager, ModelConfig, Snapshot
@@ -57,7 +58,7 @@ def capabilities_of(
         weight_sources=_weight_sources(values),
         clear_cache=True,
         profile=True,
-        expert_records=values.get("expert_distribution_recorder_mode") is not None,
+        expert_records=records_experts(values),
         dp_size=arguments.dp_size,
         **_sampling_capabilities(options, values, diffusion),
         **_mode_capabilities(mode, diffusion),
@@ -89,7 +90,7 @@ def _sampling_capabilities(options: SglangOptions, values: Mapping[str, Any], di
         "stop_regex": options.guided and not diffusion,  # SGLang decodes its tokens to match them
         # Both need the token that ends reasoning, which SGLang has from its parser.
         "guides_after_reasoning": bool(guides and values.get("reasoning_parser")),
-        "max_thinking_tokens": bool(values.get("reasoning_parser")),
+        "max_thinking_tokens": bool(values.get("reasoning_parser")) and not diffusion,
     }
 
 

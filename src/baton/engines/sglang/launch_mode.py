@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from baton.config.engines import SglangOptions
 from baton.engines.sglang.compat import Dialect
+from baton.engines.sglang.diffusion import MAX_RUNNING
 from baton.errors import ConfigError
 
 PAGE_SIZE = 16
@@ -66,6 +67,7 @@ def own_flags(
     flags = ["--model-path", str(model_dir), "--served-model-name", name, dialect.stream_flag]
     defaults = {"page_size": str(PAGE_SIZE), "log_level": "error"}
     defaults |= {"host": options.host} if options.host else {}
+    defaults |= {"max_running_requests": str(MAX_RUNNING)} if "dllm_algorithm" in given else {}
     for field, value in defaults.items():
         if field not in given:
             flags += [f"--{field.replace('_', '-')}", value]
@@ -87,6 +89,16 @@ def _diffusion(given: Mapping[str, Any]) -> bool:
     return bool(given.get("dllm_algorithm"))
 
 
+# Arguments that SGLang drops for a diffusion model, with a warning in its log.
+_DROPPED_BY_DIFFUSION = {
+    "enable_lora": "a diffusion model takes no adapters",
+    "lora_paths": "a diffusion model takes no adapters",
+    "enable_hierarchical_cache": "a diffusion model has no hierarchical cache",
+    "enable_lmcache": "a diffusion model has no hierarchical cache",
+    "enable_flexkv": "a diffusion model has no hierarchical cache",
+    "enable_mixed_chunk": "a diffusion model computes prompts and outputs in separate batches",
+}
+
 _ONE_PROCESS = ("tp_size", "pp_size", "dp_size", "nnodes")
 
 _RULES: tuple[tuple[str, Callable[[LaunchMode, Mapping[str, Any]], bool], str], ...] = (
@@ -101,9 +113,18 @@ _RULES: tuple[tuple[str, Callable[[LaunchMode, Mapping[str, Any]], bool], str], 
         "a diffusion model has no prefill and decode roles, and does not embed",
     ),
     (
-        "enable_lora",
-        lambda _, given: _diffusion(given) and bool(given.get("enable_lora")),
-        "a diffusion model takes no adapters",
+        "dllm_algorithm_config",
+        lambda _, given: bool(given.get("dllm_algorithm_config")) and not _diffusion(given),
+        "it configures --dllm-algorithm; add that",
+    ),
+    (
+        "pp_size",
+        lambda _, given: _diffusion(given) and given.get("pp_size", 1) != 1,
+        "a diffusion model has no pipeline parallelism",
+    ),
+    *(
+        (name, lambda _, given, name=name: _diffusion(given) and bool(given.get(name)), problem)
+        for name, problem in _DROPPED_BY_DIFFUSION.items()
     ),
     (
         "tokenizer_worker_num",

@@ -65,7 +65,7 @@ def sampling_params(work: Work, index: int, setting: Setting) -> dict[str, Any]:
     if work.stop.min_tokens and not setting.guided:
         raise Unsupported("min_tokens: this engine runs without a tokenizer; start it with --sglang-guided true")
     if setting.diffusion:
-        _refuse_sampling(work.sampling)
+        _refuse_for_diffusion(work)
     chosen = {name: value for name, value in _requested(work, index, setting).items() if value is not None}
     guide = _guide(work.sampling.guided_decoding, setting)
     return {**setting.defaults, **chosen, **guide, "max_new_tokens": _max_new_tokens(work, setting), "n": 1}
@@ -118,25 +118,29 @@ def adapter_stop_tokens(work: Work) -> frozenset[int]:
     return stop_tokens(work) if work.stop.ignore_eos else frozenset()
 
 
-def _refuse_sampling(sampling: Sampling) -> None:
-    """Raise Unsupported for options that SGLang silently ignores for diffusion models."""
+def _refuse_for_diffusion(work: Work) -> None:
+    """Raise Unsupported for options that SGLang silently ignores for diffusion models.
+
+    The output is greedy, as with a `top_k` of 1, which frontends add to a temperature of 0.
+    """
     no_effect = {
         "temperature": (None, 0),
         "top_p": (None, 1),
-        "top_k": (None, 0, -1),
+        "top_k": (None, 0, -1, 1),
         "min_p": (None, 0),
         "presence_penalty": (None, 0),
         "frequency_penalty": (None, 0),
         "repetition_penalty": (None, 1),
     }
-    for name, values in no_effect.items():
-        if (asked := getattr(sampling, name)) not in values:
-            raise Unsupported(f"{name}: {asked} has no effect on a diffusion model; leave it out")
+    asked = {name: getattr(work.sampling, name) for name in no_effect} | {"min_tokens": work.stop.min_tokens}
+    for name, value in asked.items():
+        if value not in no_effect.get(name, (None, 0)):
+            raise Unsupported(f"{name}: {value} has no effect on a diffusion model in SGLang; leave it out")
 
 
 def _seed(sampling: Sampling, index: int, setting: Setting) -> int | None:
-    """Return the seed of one choice. Choices with equal seeds would be equal."""
-    if sampling.seed is None or sampling.temperature == 0:
+    """Return the seed of one choice. Choices with equal seeds would be equal. Without sampling a seed is no option."""
+    if sampling.seed is None or sampling.temperature == 0 or setting.diffusion:
         return None
     if not setting.seeds:
         raise Unsupported(

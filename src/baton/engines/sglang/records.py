@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.config.environment import sglang_record_directory
+from baton.config.environment import expert_record_directory
 from baton.engines.sglang.sglang_types import Manager
 from baton.errors import EngineFailed, InvalidRequest
 from baton.protocol.commands import (
@@ -64,12 +64,12 @@ class Records:
         await self._manager.dump_expert_distribution_record()
         written = sorted(_expert_records() - before)
         if not written:
-            raise EngineFailed(f"SGLang wrote no record to {sglang_record_directory()}")
+            raise EngineFailed(f"SGLang wrote no record to {expert_record_directory()}")
         return Outcome(message="written", path=str(written[-1]))
 
 
 def _expert_records() -> set[Path]:
-    return set(sglang_record_directory().glob("expert_distribution_recorder_*.pt"))
+    return set(expert_record_directory().glob("expert_distribution_recorder_*.pt"))
 
 
 def _absolute(directory: str) -> str:

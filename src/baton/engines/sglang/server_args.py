@@ -9,8 +9,10 @@ import msgspec
 
 from baton.config.engines import ExpertOptions, SglangOptions
 from baton.engines.sglang.compat import import_sglang
-from baton.engines.sglang.experts import expert_arguments
+from baton.engines.sglang.diffusion import check_diffusion
+from baton.engines.sglang.experts import Parallelism, expert_arguments
 from baton.engines.sglang.launch_mode import LaunchMode, own_flags, refuse_conflicts
+from baton.engines.sglang.model_config import refuse_without_experts
 from baton.engines.sglang.sglang_types import ServerArgs
 from baton.errors import ConfigError
 
@@ -60,8 +62,10 @@ def check_arguments(
     except ConfigError as error:
         raise ConfigError(f"SGLang does not accept its arguments: {error.message}") from None
     if more := _expert_flags(parser, experts, values, named):
+        refuse_without_experts(model_dir)
         values = vars(parser.parse_args([*flags, *more, *argv]))
     refuse_conflicts(mode, {dest: values[dest] for dest in named if dest in values}, named)
+    check_diffusion(values, model_dir)
     if values["device"] is None:
         _refuse_without_accelerator()
     return Arguments(given=frozenset(named), values=values)
@@ -136,8 +140,7 @@ def _expert_flags(
     """Return the flags of the --experts-* settings."""
     if experts is None:
         return []
-    together = values["moe_a2a_backend"] not in (None, "none")  # then SGLang spreads experts over all ranks
-    flags = expert_arguments(experts, int(values["tp_size"] if together else values["ep_size"]))
+    flags = expert_arguments(experts, Parallelism.of(values))
     for dest in _named(parser, flags):
         if dest in named:
             raise ConfigError(f"{named[dest]}: it is also set by an --experts-* option; drop one of them")

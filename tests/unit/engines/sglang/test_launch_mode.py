@@ -41,6 +41,12 @@ ENCODE = LaunchMode(encoding=True)
         (ALONE, {"schedule_low_priority_values_first": True}, "priority"),
         (ALONE, {"tokenizer_worker_num": 2}, "tokenize"),
         (DECODE, {"dllm_algorithm": "LowConfidence"}, "diffusion"),
+        (ALONE, {"dllm_algorithm_config": "x.yaml"}, "--dllm-algorithm-config: .* add that"),
+        (ALONE, {"dllm_algorithm": "LowConfidence", "enable_lora": True}, "--enable-lora: .* no adapters"),
+        (ALONE, {"dllm_algorithm": "LowConfidence", "lora_paths": ["x"]}, "--lora-paths: .* no adapters"),
+        (ALONE, {"dllm_algorithm": "LowConfidence", "pp_size": 2}, "--pp-size: .* no pipeline parallelism"),
+        (ALONE, {"dllm_algorithm": "LowConfidence", "enable_mixed_chunk": True}, "separate batches"),
+        (ALONE, {"dllm_algorithm": "LowConfidence", "enable_hierarchical_cache": True}, "no hierarchical cache"),
         (ALONE, {"nnodes": 2}, "--dist-init-addr"),
         (ALONE, {"use_ray": True}, "processes"),
     ],
@@ -57,7 +63,7 @@ def test_d30_conflicting_arguments_are_refused_with_the_setting_to_use(
     [
         (PREFILL, {"disaggregation_mode": "prefill"}),
         (ALONE, {"disaggregation_mode": "null"}),
-        (ALONE, {"dllm_algorithm": "LowConfidence"}),
+        (ALONE, {"dllm_algorithm": "LowConfidence", "dllm_algorithm_config": "x.yaml", "pp_size": 1}),
         (ALONE, {"tp_size": 4, "dp_size": 2, "nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:5000"}),
         (ALONE, {"page_size": 64, "kv_events_config": "{}", "log_level": "info"}),
     ],
@@ -83,6 +89,9 @@ def test_each_mode_has_its_flags() -> None:
     assert "--page-size" not in flags(ALONE, "page_size")
     assert "--skip-tokenizer-init" in flags(ALONE, guided=False)
     assert "--enable-metrics" not in flags(ALONE, metrics=False)
+    assert ("--max-running-requests", "8") in itertools.pairwise(flags(ALONE, "dllm_algorithm"))
+    assert "--max-running-requests" not in flags(ALONE, "dllm_algorithm", "max_running_requests")
+    assert "--max-running-requests" not in alone
     assert flags(PREFILL)[-2:] == ("--disaggregation-mode", "prefill")
     assert flags(LaunchMode(embedding=True))[-1] == "--is-embedding"
 

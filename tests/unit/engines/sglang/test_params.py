@@ -209,3 +209,11 @@ def test_a_diffusion_model_refuses_what_has_no_effect_on_it(sampling: Sampling) 
     with pytest.raises(Unsupported, match="no effect"):
         params(diffusion, sampling=sampling)
     assert params(diffusion, sampling=Sampling(temperature=0.0, top_p=1.0, top_k=-1))
+    assert params(diffusion, sampling=Sampling(temperature=0.0, top_k=1)), "that is what a frontend makes of it"
+
+
+def test_a_diffusion_model_has_no_least_number_of_tokens_and_needs_no_seed() -> None:
+    diffusion = Setting(dialect=PLAIN.dialect, diffusion=True)
+    with pytest.raises(Unsupported, match="min_tokens: 3 has no effect"):
+        params(diffusion, stop=StopConditions(min_tokens=3))
+    assert "sampling_seed" not in params(diffusion, sampling=Sampling(seed=7), stop=StopConditions(min_tokens=0))
