@@ -14,14 +14,14 @@ PARALLEL := --numprocesses $(JOBS) --dist loadfile
 # Left to `make test-all`.
 LONG := faults or fuzz or soak or slow
 
-.PHONY: serve unit test test-all test-long test-clients test-sglang test-lm-eval check docs bench bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router bench-multimodal bench-engine-peers reliability machine clean
+.PHONY: serve unit test test-all test-long test-clients test-sglang test-lm-eval check docs bench bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router bench-multimodal bench-diffusion bench-experts bench-engine-peers reliability machine clean
 
 serve: $(SERVING)
 	$(BIN)/baton serve $(ARGS)
 
 # docs/testing.md says what each tier runs.
 unit: $(DEVELOPMENT)
-	$(BIN)/python -m pytest --numprocesses 4 -p tests.without_torch -m "not (process or torch)" \
+	$(BIN)/python -m pytest --numprocesses 4 -p tests.without_torch -m "not (process or torch or slow)" \
 		tests/unit tests/contract/test_engine_echo.py tests/contract/test_runtime_memory.py $(ARGS)
 
 test: check machine
@@ -58,7 +58,7 @@ check: $(DEVELOPMENT)
 docs: $(DEVELOPMENT)
 	$(BIN)/python -m tools.generate_docs
 
-bench: bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router bench-multimodal
+bench: bench-path bench-edge bench-engine bench-disagg bench-handlers bench-router bench-multimodal bench-diffusion bench-experts
 
 bench-edge: $(DEVELOPMENT)
 	$(BIN)/python -m bench.edge $(ARGS)
@@ -84,6 +84,13 @@ bench-router: $(DEVELOPMENT)
 
 bench-multimodal: $(DEVELOPMENT)
 	$(BIN)/python -m bench.multimodal $(ARGS)
+
+bench-diffusion: $(DEVELOPMENT)
+	$(BIN)/python -m bench.diffusion $(ARGS)
+
+# Plans are compared with SGLang's where `make test-sglang` has installed it.
+bench-experts: $(DEVELOPMENT)
+	$(BIN)/python -m bench.experts $(ARGS)
 
 # Other engines to compare with, each in an environment of its own under .bench/ (4.4 GB).
 bench-engine-peers:

@@ -12,6 +12,7 @@ import uvloop
 from baton.config.engines import TorchOptions
 from baton.engines.torch.engine import TorchEngine
 from baton.ports.engine import GenerateEngine, Stream, Work
+from baton.protocol.commands import Command, Outcome
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import TokenDelta
 from baton.protocol.requests import Sampling, StopConditions
@@ -29,6 +30,12 @@ class EngineDriver:
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[Row]:
         return self._loop.run(self._generate(prompts, new_tokens))
+
+    def execute(self, command: Command) -> Outcome:
+        return self._loop.run(self._engine.execute(command))
+
+    def metrics(self) -> str:
+        return self._engine.metrics()
 
     def close(self) -> None:
         self._loop.run(self._engine.stop())
