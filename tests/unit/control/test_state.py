@@ -247,7 +247,7 @@ def test_a_repeated_command_changes_nothing() -> None:
             assert (first.paused, first.released) == (second.paused, second.released)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(engines, st.lists(st.one_of(events, health), max_size=12))
 def test_engine_and_discovery_follow_any_sequence(can: Capabilities, history: list[Any]) -> None:
     worker = Simulation(can)

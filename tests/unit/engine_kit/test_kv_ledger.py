@@ -107,7 +107,7 @@ OTHER = st.tuples(st.sampled_from(["cleared", "gap", "advance"]), st.lists(NAMES
 
 
 @given(st.lists(STORED | REMOVED | OTHER, max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_router_can_apply_every_event(steps: list[tuple[str, list[int], int | None]]) -> None:
     ledger, router, number = KvLedger(SIZE, first_number=0), set[int](), 0
     for kind, names, parent in steps:

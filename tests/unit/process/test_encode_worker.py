@@ -89,6 +89,7 @@ def value(worker: Worker, metric: str) -> float:
 PINNED = 'baton_media_cache_items{use="pinned"}'
 
 
+@pytest.mark.process
 def test_d16_media_are_encoded_by_one_worker_used_by_another_and_then_freed() -> None:
     async def body() -> None:
         runtime, engine, computing = MemoryRuntime(), CountedEcho(), CountedEcho()
@@ -129,6 +130,7 @@ def test_d14_an_encode_worker_does_not_wait_for_ever_for_a_reader() -> None:
     run_bounded(body())
 
 
+@pytest.mark.process
 def test_a_worker_that_can_encode_does_so_when_the_rows_of_an_encode_worker_are_lost() -> None:
     async def body() -> None:
         runtime, computing = MemoryRuntime(), CountedEcho()
@@ -142,6 +144,7 @@ def test_a_worker_that_can_encode_does_so_when_the_rows_of_an_encode_worker_are_
     run_bounded(body())
 
 
+@pytest.mark.process
 def test_rows_of_another_model_are_refused_before_memory_is_touched() -> None:
     async def body() -> None:
         runtime = MemoryRuntime()

@@ -80,7 +80,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=100, stateful_step_count=30)
+TestInterleavings.settings = settings(max_examples=50, stateful_step_count=30)
 
 
 def test_a_cached_prefix_is_reused() -> None:

@@ -143,7 +143,7 @@ def test_a_gap_in_the_event_ids_withdraws_the_blocks_of_that_rank_only() -> None
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_router_can_apply_every_sequence_of_events(steps: list[tuple[int, int, int, bool]]) -> None:
     writer, events, held = EventWriter(), KvEvents(SIZE), set[int]()
     for kind, name, parent, lost in steps:

@@ -101,6 +101,7 @@ class Waiting:
         pass
 
 
+@pytest.mark.slow
 def test_requests_that_wait_for_their_answers_keep_nobody_out() -> None:
     async def body() -> None:
         accepted: list[socket.socket] = []
