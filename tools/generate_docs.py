@@ -68,6 +68,7 @@ def protocol_tables() -> str:
         requests.Sampling,
         requests.GuidedDecoding,
         requests.OutputOptions,
+        requests.DiffusionOptions,
         requests.Routing,
         outputs.Chunk,
         outputs.PromptData,

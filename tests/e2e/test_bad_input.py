@@ -42,6 +42,7 @@ KINDS = {
     "a bias that this engine lacks": (CHAT, {"logit_bias": {"5": 1}}, "logit_bias"),
     "a bias for a completion": (COMPLETIONS, {"logit_bias": {"5": 1}}, "logit_bias"),
     "words that this engine cannot exclude": (CHAT, {"bad_words": ["a"]}, "bad_words"),
+    "options of a diffusion model": (CHAT, {"diffusion": {"steps": 2}}, "diffusion.steps"),
     "a list of tokens that no engine applies": (CHAT, {"allowed_token_ids": [65]}, "allowed_token_ids"),
     "embeddings instead of a prompt": (COMPLETIONS, {"prompt_embeds": "A" * 200}, "prompt_embeds"),
     "a thinking budget": (CHAT, {"nvext": {"max_thinking_tokens": 5}}, "max_thinking_tokens"),

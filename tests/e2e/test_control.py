@@ -269,6 +269,8 @@ def test_d13_drain_lets_requests_finish(serve: Serve) -> None:
         ("weights/group/leave", {"group": "g"}, 400, "invalid_request", "not in 'g'"),
         ("weights/update", {"source": {"type": "ftp"}, "version": "1"}, 422, "invalid_request", "$.source.type"),
         ("lora/load", {"name": "a", "path": "/a"}, 501, "unsupported", "adapters"),
+        ("experts/record/start", None, 501, "unsupported", "experts"),
+        ("experts/record/dump", None, 501, "unsupported", "experts"),
         ("dance", {}, 404, "not_found", "dance"),
         ("status", {}, 405, "method_not_allowed", "POST"),
         ("pause", {"mode": "x" * 3_000_000}, 413, "too_large", "bytes"),

@@ -28,8 +28,11 @@ class PlannedRunner:
 
     def __init__(self) -> None:
         self.blocks = 32
+        self.block = 4
+        self.config = SimpleNamespace(diffusion=None)
         self.device = SimpleNamespace(type="cpu")
         self.weights_arena = self.kv_arena = SimpleNamespace(released=False)
+        self.experts = self.slots = None
         self.failing = False
         self.settled = 0
         self.errors: dict[str, BatonError] = {}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.engines import TorchOptions
+from baton.config.engines import ExpertOptions, TorchOptions
 from baton.engines.torch.engine import TorchEngine
 from baton.ports.engine import Engine
 from baton.testing import EngineContract, HandoffContract
@@ -16,11 +16,15 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     directory = make_tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
     for contract in (TestTorchEngine, TestTorchEngineWithoutNative):
         contract.directory = directory
+    TestTorchEngineOfExperts.directory = make_tiny_model(
+        tmp_path_factory.mktemp("experts"), "qwen2_moe", num_hidden_layers=2
+    )
 
 
 class TestTorchEngine(EngineContract, HandoffContract):
     directory: Path
     native = True
+    experts = ExpertOptions()
     long_tokens = 1500
     limit_s = 60.0
 
@@ -34,7 +38,7 @@ class TestTorchEngine(EngineContract, HandoffContract):
         options = TorchOptions(
             dtype="float32", threads=1, blocks=800, max_running=4, batch_tokens=256, context=4096, native=self.native
         )
-        return TorchEngine(options, self.directory, "tiny", exports_kv=exports_kv)
+        return TorchEngine(options, self.directory, "tiny", exports_kv=exports_kv, experts=self.experts)
 
     def make_broken_engine(self) -> Engine:
         return TorchEngine(TorchOptions(), self.directory / "nowhere", "broken")
@@ -42,3 +46,7 @@ class TestTorchEngine(EngineContract, HandoffContract):
 
 class TestTorchEngineWithoutNative(TestTorchEngine):
     native = False
+
+
+class TestTorchEngineOfExperts(TestTorchEngine):
+    experts = ExpertOptions(redundant=4, ranks=3)

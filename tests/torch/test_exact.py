@@ -35,6 +35,18 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2-yarn": ("qwen2", {"rope_parameters": {**YARN, "rope_theta": 1e4}, "max_position_embeddings": 256}),
     "qwen3": ("qwen3", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3-moe-odd": (
+        "qwen3_moe",
+        {
+            "hidden_size": 42,
+            "moe_intermediate_size": 19,
+            "num_experts": 7,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [2],
+        },
+    ),
+    "qwen2-moe": ("qwen2_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
 }
 TOKENS = 24
 
@@ -45,6 +57,8 @@ class Reference:
     def __init__(self, directory: Path) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.model.generation_config.eos_token_id = None
+        if hasattr(self.model.config, "num_experts"):
+            self.model.set_experts_implementation("eager")  # the plain loop; others refuse odd widths
         self._tokens: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, prompt: tuple[int, ...]) -> list[int]:

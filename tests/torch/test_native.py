@@ -204,7 +204,12 @@ def test_keys_and_values_written_by_one_step_are_read_by_the_next(dtype: torch.d
 
 
 class Prompt:
-    """A random model, an empty cache, and a prompt for it: one sequence in blocks that lie in no order."""
+    """A random model, an empty cache, and a prompt for it: one sequence in blocks that lie in no order.
+
+    Each token sees the tokens up to the end of its block of `seen` tokens.
+    """
+
+    seen = 1
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, length: int, block: int = 16) -> None:
         self.config, self.length, self.block = config, length, block
@@ -223,7 +228,7 @@ class Prompt:
         return NativeDecoder(self.config, self.weights, self.kv, self.cos, self.sin, threads)
 
     def rows(self, start: int, stop: int) -> Rows:
-        return Rows(self.tokens[start:stop], start, self.table)
+        return Rows(self.tokens[start:stop], start, self.table, block=self.seen)
 
     def in_chunks(self, decoder: NativeDecoder, *cuts: int) -> Tensor:
         """Compute the prompt in the chunks between `cuts`; return the logits of all rows."""
@@ -238,9 +243,9 @@ class Prompt:
         kv = torch.zeros(layers, 2, slots, self.config.kv_heads, self.config.head_dim)
         model = LlamaModel(self.config, weights, kv, self.cos, self.sin)
         places = torch.tensor([self.table[p // self.block] * self.block + p % self.block for p in range(self.length)])
-        span = Span(0, self.length, 0, places)
+        span = Span(0, self.length, 0, places, self.seen)
         return model.logits(
-            model.forward(Step(torch.tensor(self.tokens), torch.arange(self.length), places, [span], None))
+            model.forward(Step(torch.tensor(self.tokens), torch.arange(self.length), places, [span], []))
         )
 
 

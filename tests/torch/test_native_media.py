@@ -46,7 +46,7 @@ class MediaPrompt(Prompt):
         model = LlamaModel(self.config, weights, kv, self.cos, self.sin)
         places = torch.tensor([self.table[p // self.block] * self.block + p % self.block for p in range(LENGTH)])
         embedded = [(first, rows.float()) for (first, _), rows in zip(MEDIA, self.media, strict=True)]
-        step = Step(torch.tensor(self.tokens), self.positions.T, places, [Span(0, LENGTH, 0, places)], None, embedded)
+        step = Step(torch.tensor(self.tokens), self.positions.T, places, [Span(0, LENGTH, 0, places)], [], embedded)
         return model.logits(model.forward(step))
 
 

@@ -129,7 +129,7 @@ def allowed_tokens(logits: list[float], sequence: Sequence, slack: float) -> set
     return {token for token in order if weights[token] >= params.min_p * (1 - slack)}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(logits=LOGITS, sampling=SAMPLINGS, history=HISTORIES)
 def test_a_sampled_token_is_allowed_by_top_k_top_p_and_min_p(
     logits: list[float], sampling: Sampling, history: list[int]

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from baton.config.engines import TorchOptions
+from baton.config.engines import ExpertOptions, TorchOptions
 from baton.engines.torch.engine import TorchEngine
 from baton.ports.engine import EngineInfo, Stream, Work
 from baton.protocol.commands import Command, Outcome
@@ -86,13 +86,21 @@ async def read(stream: Stream, at_least: int | None = None) -> tuple[list[int], 
 
 @asynccontextmanager
 async def session(
-    directory: Path, spill_dir: Path | None = None, exports_kv: bool = False, **options: Any
+    directory: Path,
+    spill_dir: Path | None = None,
+    exports_kv: bool = False,
+    experts: ExpertOptions | None = None,
+    **options: Any,
 ) -> AsyncIterator[Session]:
     """Run an engine until the end of the block."""
     settings: dict[str, Any] = {"dtype": "float32", "threads": 1, "blocks": 256, "context": 1024, "max_running": 4}
     spill = str(spill_dir or directory / "spill")
     engine = TorchEngine(
-        TorchOptions(**{**settings, "spill_dir": spill, **options}), directory, "tiny", exports_kv=exports_kv
+        TorchOptions(**{**settings, "spill_dir": spill, **options}),
+        directory,
+        "tiny",
+        exports_kv=exports_kv,
+        experts=experts,
     )
     here = Session(engine, await engine.start())
     try:

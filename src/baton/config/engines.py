@@ -80,16 +80,35 @@ class ExpertOptions(msgspec.Struct, frozen=True, kw_only=True):
     eplb: Annotated[bool, Meta(description="Rebalance experts between ranks while serving, by recorded counts.")] = (
         False
     )
+    ranks: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Ranks that the experts are divided over: parts of one worker's memory, each computed by its"
+            " own share of the threads. torch only; SGLang's --ep-size follows `--`.",
+        ),
+    ] = 1
+    nodes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Nodes that the ranks are divided over, for the hierarchical algorithm. torch only; SGLang's"
+            " --nnodes follows `--`.",
+        ),
+    ] = 1
     redundant: Annotated[int, Meta(ge=0, le=65536, description="Number of redundant expert copies over all ranks.")] = 0
     recorder: Annotated[
         Literal["off", "stat", "stat_approx", "per_pass", "per_token"],
         Meta(
-            description="What to record. stat: counts per expert. stat_approx: the same at lower cost, with DeepEP in"
-            " normal mode. per_pass, per_token: every pass, in memory. eplb and report imply stat."
+            description="What to record. stat: counts per expert. stat_approx: the same at lower cost (torch: of one"
+            " pass in eight; sglang: with DeepEP in normal mode). per_pass, per_token: every pass, in memory. eplb and"
+            " report imply stat."
         ),
     ] = "off"
     recorder_buffer: Annotated[
-        int, Meta(ge=-1, description="Forward passes that the recorder keeps. 0: SGLang's default. -1: all.")
+        int, Meta(ge=-1, description="Forward passes that the recorder keeps. 0: as many as interval. -1: all.")
     ] = 0
     layout: Annotated[
         str,
@@ -98,6 +117,8 @@ class ExpertOptions(msgspec.Struct, frozen=True, kw_only=True):
     algorithm: Annotated[
         Literal[
             "auto",
+            "global",
+            "hierarchical",
             "deepseek",
             "deepseek_hierarchical",
             "deepseek_vec",
@@ -105,14 +126,42 @@ class ExpertOptions(msgspec.Struct, frozen=True, kw_only=True):
             "elasticity_aware",
             "elasticity_aware_hierarchical",
         ],
-        Meta(description="SGLang's placement algorithm. hierarchical keeps a group of experts on one node."),
+        Meta(
+            description="Algorithm that places experts by counts. hierarchical keeps a group of experts on one node."
+            " torch: auto, global or hierarchical. sglang: auto, or one of the others."
+        ),
     ] = "auto"
     interval: Annotated[int, Meta(ge=1, description="Forward passes between two rebalances, with eplb.")] = (
         DEFAULT_REBALANCE_INTERVAL
     )
+    layers_per_chunk: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Layers that a rebalance moves between two forward passes, with eplb. Lower it for shorter"
+            " interruptions. 0: all at once.",
+        ),
+    ] = 0
+    utilization_threshold: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Rebalance only if the mean balancedness of the recorded passes is at most this, with eplb."
+            " 1.0: always.",
+        ),
+    ] = 1.0
+    dispatch: Annotated[
+        Literal["auto", "static", "dynamic", "fake", "lp"],
+        Meta(
+            description="How one of several copies of an expert is chosen. static: the same copy for all tokens of a"
+            " rank. dynamic: the copies in turn. lp: by solving a linear program, on GPUs. fake: random experts, for"
+            " benchmarks only; the output is noise."
+        ),
+    ] = "auto"
     report: Annotated[
         Literal["off", "server_log", "prometheus", "both"],
-        Meta(description="Where SGLang reports balancedness (mean rank load / maximum rank load)."),
+        Meta(description="Where the engine reports balancedness (mean rank load / maximum rank load)."),
     ] = "off"
 
 

@@ -47,6 +47,6 @@ def compiler() -> tuple[str, str, str]:
     return os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", ""), os.environ.get("PATH", "")
 
 
-def sglang_record_directory() -> Path:
-    """Return the directory that SGLang writes expert-distribution records to."""
+def expert_record_directory() -> Path:
+    """Return the directory that engines write expert-distribution records to. SGLang reads the same variable."""
     return Path(os.environ.get("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", "/tmp"))

@@ -49,8 +49,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: Annotated[
         str,
         _about(
-            "Model directory, Hugging Face id, or a demo model (smollm2, smolsee, minilm). Empty: the engine's default"
-            " model.",
+            "Model directory, Hugging Face id, or a demo model (smollm2, smolsee, smoldiff, minilm). Empty: the"
+            " engine's default model.",
             _WORK_ROUTE,
             "--model-path",
         ),

@@ -59,7 +59,7 @@ def _refuse_by_flag(command: Command, can: Capabilities) -> None:
         case StartProfile() | StopProfile():
             _need_any(can.profile, "record a profile")
         case StartExpertRecord() | StopExpertRecord() | DumpExpertRecord():
-            _need_any(can.expert_records, "record expert statistics")
+            _need_any(can.expert_records, "record experts: it needs a model with experts, and --experts-recorder")
         case LoadLora() | UnloadLora() | ListLoras():
             _need_any(can.lora, "load LoRA adapters")
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from baton.edge.routes import Json
 from baton.protocol.extra_options import with_extra_options
 
-_CARRIED = ("bad_words", "logit_bias", "stop_regex", "structural_tag")
+_CARRIED = ("bad_words", "diffusion", "logit_bias", "stop_regex", "structural_tag")
 # The edge answers requests with these (`prompt_requests.py`); the frontend refuses some even if they ask for nothing.
 _ANSWERED = ("prompt_logprobs", "return_token_ids", "truncate_prompt_tokens")
 _FIELDS = frozenset((*_CARRIED, *_ANSWERED))

@@ -24,7 +24,7 @@ def _prepare_with_options(path: str, body: Json) -> Json:
 
 _PREPARED: dict[str, Prepare] = {
     **dict.fromkeys(TABLES, prepare),
-    **dict.fromkeys((CHAT, COMPLETIONS), _prepare_with_options),
+    **dict.fromkeys((CHAT, COMPLETIONS, "/v1/responses"), _prepare_with_options),
 }
 _COMPOSED: dict[str, Compose] = dict.fromkeys((CHAT, COMPLETIONS), compose)
 _JOINED = {CHAT: Join(as_stream, joined_answer)}

@@ -23,11 +23,15 @@ class MediaSpan(NamedTuple):
     content_hash: str
 
 
-def root_hash(salt: str | None) -> bytes:
-    """Return the parent of the first block: empty, or the hash of the cache salt that separates tenants."""
-    if not salt:
-        return b""
-    return hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest()
+def root_hash(salt: str | None, variant: str = "") -> bytes:
+    """Return the parent of the first block: empty, or a hash of what separates blocks of equal tokens.
+
+    That is the cache salt of a tenant, and the `variant` of the computation.
+    """
+    root = hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"salt").digest() if salt else b""
+    if not variant:
+        return root
+    return hashlib.blake2b(root + variant.encode(), digest_size=HASH_BYTES, person=b"variant").digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], media: Sequence[tuple[int, str]] = ()) -> bytes:

@@ -44,7 +44,8 @@ def _torch(settings: Settings) -> Engine:
 
         return TorchVisionEngine(settings.torch, directory, name)
     options = msgspec.structs.replace(settings.torch, context=settings.context_length)
-    return _torch_generate(settings)(options, directory, name, exports_kv=settings.role == "prefill")
+    exports_kv = settings.role == "prefill"
+    return _torch_generate(settings)(options, directory, name, exports_kv=exports_kv, experts=settings.experts)
 
 
 def _torch_generate(settings: Settings) -> "type[TorchEngine]":
@@ -165,14 +166,30 @@ def prepare_model(settings: Settings) -> Settings:
     kind = _kind(settings)
     if settings.engine_args and kind.help is None:
         raise ConfigError(f"the engine {settings.engine} takes no arguments after --: drop {settings.engine_args[0]}")
-    if settings.experts != ExpertOptions() and settings.engine != "sglang":
-        raise ConfigError(f"the engine {settings.engine} has no expert parallelism: drop the --experts-* settings")
     model = settings.model or _own_model(settings, kind)
     directory = resolve_model(model, cache_directory(settings) / "models")
     if kind.weights and not any(directory.glob(kind.weights)):
         raise ConfigError(f"model directory {str(directory)!r} has no weights: no file {kind.weights}")
+    if settings.experts != ExpertOptions():
+        _check_experts(settings, directory)
     name = ",".join(settings.served_names) or (served_name(model) if settings.model else kind.own_name)
     return _prepare_chat(msgspec.structs.replace(settings, model=str(directory), name=name))
+
+
+def _check_experts(settings: Settings, directory: Path) -> None:
+    """Raise ConfigError for expert settings that the engine refuses. SGLang's are checked with its arguments."""
+    if settings.engine == "sglang":
+        return
+    if settings.engine != "torch":
+        raise ConfigError(f"the engine {settings.engine} has no expert parallelism: drop the --experts-* settings")
+    from baton.engines.torch.experts.settings import refuse_without_experts, resolve_experts
+    from baton.engines.torch.models.config import read_llama_config
+
+    if is_sentence_model(directory):
+        refuse_without_experts(settings.experts)
+    else:
+        config = read_llama_config(directory)
+        resolve_experts(settings.experts, config.experts, config.layers)
 
 
 def _own_model(settings: Settings, kind: Kind) -> str:

@@ -10,7 +10,7 @@ from baton.handlers.unknown_options import unknown_options
 from baton.ports.engine import Capabilities, EngineInfo, Work
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
-from baton.protocol.requests import GenerateRequest
+from baton.protocol.requests import DiffusionOptions, GenerateRequest
 
 MAX_TOKEN_DIGITS = 10
 # Of one answer: each log-probability of a prompt is an object in one message.
@@ -53,6 +53,7 @@ def admit(
         lora_name=routing.lora_name if routing else None,
         cache_salt=request.cache_salt,
         require_reasoning=reasons_first,
+        diffusion=request.diffusion or DiffusionOptions(),
         trace_headers=trace_headers,
     )
 
@@ -156,6 +157,7 @@ def _unsupported(request: GenerateRequest, can: Capabilities, reasons_first: boo
     yield from unknown_options(request)
     yield from _unsupported_sampling(request, can)
     yield from _unsupported_guide(request, can, reasons_first)
+    yield from _unsupported_diffusion(request.diffusion or DiffusionOptions(), can)
     yield from _unsupported_output(request, can)
     yield from _unsupported_routing(request, can)
 
@@ -199,6 +201,14 @@ def _unsupported_guide(request: GenerateRequest, can: Capabilities, reasons_firs
             "require_reasoning: this engine guides its output from the first token, and the model would reason before;"
             ' disable reasoning (chat_template_kwargs: {"enable_thinking": false}) or the guide'
         )
+
+
+def _unsupported_diffusion(options: DiffusionOptions, can: Capabilities) -> Iterator[str]:
+    for name in options.given():
+        if not can.diffusion:
+            yield f"diffusion.{name}: this model generates from left to right; it is not a diffusion language model"
+        elif name not in can.diffusion_options:
+            yield f"diffusion.{name}: this engine takes it when it starts, and not with a request"
 
 
 def _unsupported_output(request: GenerateRequest, can: Capabilities) -> Iterator[str]:

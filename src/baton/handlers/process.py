@@ -92,6 +92,7 @@ class ProcessHandler:
             stop=request.stop_conditions(),
             sampling=msgspec.structs.replace(request.sampling(), guided_decoding=guided),
             output=request.output_options(),
+            diffusion=request.diffusion,
             routing=Routing(cache_salt=request.cache_salt),
             media=media or None,
             extra_args=extra_args,

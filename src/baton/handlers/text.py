@@ -45,6 +45,7 @@ class TextHandler:
                 model=request.model,
                 stop=request.stop_conditions(),
                 sampling=request.sampling(),
+                diffusion=request.diffusion,
                 extra_args=request.extra_args,
                 routing=Routing(lora_name=self._adapter_of(request)),
             )

@@ -39,12 +39,13 @@ def unknown_options(request: GenerateRequest) -> Iterator[str]:
     for key, value in request.extra.items():
         if key not in FRONTEND_KEYS and not _is_empty(value):
             yield f"{key}: {_REASONS.get(key, _UNKNOWN)}"
-    guided = request.sampling.guided_decoding
+    guided, diffusion = request.sampling.guided_decoding, request.diffusion
     sections = {
         "stop_conditions": request.stop.extra,
         "sampling_options": request.sampling.extra,
         "output_options": request.output.extra,
         "guided_decoding": guided.extra if guided is not None else {},
+        "diffusion": diffusion.extra if diffusion is not None else {},
     }
     for section, extra in sections.items():
         yield from (f"{section}.{key}: {_UNKNOWN}" for key, value in extra.items() if value is not None)

@@ -22,7 +22,7 @@ from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
 from baton.protocol.media import EncodedItem, Media, MediaFile
 from baton.protocol.outputs import Output
-from baton.protocol.requests import OutputOptions, Sampling, StopConditions
+from baton.protocol.requests import DiffusionOptions, OutputOptions, Sampling, StopConditions
 
 
 class HandoffStyle(enum.StrEnum):
@@ -40,6 +40,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     `guides_after_reasoning` can let a model reason freely before its output follows a guide. `modalities` are those of
     the media files that `submit` takes. With `media_embeddings` it takes `MediaEmbedding`, with `media_handles`
     `MediaHandles`. With `media_encoding` it encodes files of `encoded_modalities`: for other workers, or for itself.
+    `diffusion` says that the model is a diffusion language model, `diffusion_options` which fields of
+    `DiffusionOptions` a request may set.
     """
 
     generate: bool = True
@@ -49,6 +51,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     media_handles: bool = False
     encoded_modalities: frozenset[str] = frozenset()
     diffusion: bool = False
+    diffusion_options: frozenset[str] = frozenset()
     modalities: frozenset[str] = frozenset({"text"})
     handoff: HandoffStyle = HandoffStyle.NONE
     needs_kv: bool = False
@@ -149,6 +152,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: str | None = None
     cache_salt: str | None = None
     require_reasoning: bool = False
+    diffusion: DiffusionOptions = DiffusionOptions()
     bad_words: tuple[tuple[int, ...], ...] = ()
     trace_headers: Mapping[str, str] = {}
 

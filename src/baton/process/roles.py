@@ -78,9 +78,19 @@ def role_of(settings: Settings, capabilities: Capabilities) -> str:
         raise ConfigError(
             f"the engine {settings.engine} does not read media from encode workers: drop --media-encoders"
         )
-    if role in ("prefill", "decode") and capabilities.handoff is HandoffStyle.NONE:
-        raise ConfigError(f"the engine {settings.engine} does not support KV handoff between workers: no role {role}")
+    if role in ("prefill", "decode"):
+        _refuse_without_handoff(settings, capabilities, role)
     return role
+
+
+def _refuse_without_handoff(settings: Settings, capabilities: Capabilities, role: str) -> None:
+    if capabilities.diffusion:
+        raise ConfigError(
+            f"the model {settings.first_name} is a diffusion language model, which has no role {role}: it computes its"
+            " output in blocks, on aggregated workers"
+        )
+    if capabilities.handoff is HandoffStyle.NONE:
+        raise ConfigError(f"the engine {settings.engine} does not support KV handoff between workers: no role {role}")
 
 
 def _takes_encoded(can: Capabilities) -> bool:

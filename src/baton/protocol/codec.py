@@ -15,6 +15,7 @@ from baton.protocol.handoff import Bootstrap, PrefillResult
 from baton.protocol.media import MediaItem
 from baton.protocol.outputs import Chunk, FinishReason, Logprobs, TopLogprob, Usage
 from baton.protocol.requests import (
+    DiffusionOptions,
     GenerateRequest,
     GuidedDecoding,
     OutputOptions,
@@ -37,6 +38,7 @@ _STRUCTS_WITH_EXTRA: tuple[type[msgspec.Struct], ...] = (
     Sampling,
     GuidedDecoding,
     OutputOptions,
+    DiffusionOptions,
     Routing,
     PrefillResult,
     Bootstrap,
@@ -51,6 +53,7 @@ _INNER: dict[type[msgspec.Struct], tuple[tuple[str, str], ...]] = {
         ("stop_conditions", "stop"),
         ("sampling_options", "sampling"),
         ("output_options", "output"),
+        ("diffusion", "diffusion"),
         ("routing", "routing"),
         ("prefill_result", "prefill_result"),
         ("bootstrap_info", "bootstrap"),

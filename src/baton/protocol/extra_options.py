@@ -81,6 +81,8 @@ def collect_extra_options(request: Wire) -> Wire:
         options["structural_tag"] = guided.pop("structural_tag")
     if not guided:
         del sampling["guided_decoding"]
+    if "diffusion" in collected:
+        options["diffusion"] = collected.pop("diffusion")
     if options:
         collected["annotations"] = with_extra_options(collected.get("annotations"), options)
     return collected

@@ -4,6 +4,7 @@ Field names are ours; `name=` is the frontend's name where it differs. A field t
 None here. `extra` keeps the keys that this version does not know, so that a forwarded request loses nothing.
 """
 
+import enum
 import re
 from typing import Annotated
 
@@ -86,6 +87,36 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     extra: Extra = extra_field()
 
 
+class Remasking(enum.StrEnum):
+    """How many positions of a block a denoising pass decides, always those of the highest confidence.
+
+    `STATIC` decides an equal share in each pass. `DYNAMIC` decides all above the threshold, and no fewer than `STATIC`.
+    """
+
+    STATIC = "low_confidence_static"
+    DYNAMIC = "low_confidence_dynamic"
+
+
+class DiffusionOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a diffusion language model decodes. None means the model's default."""
+
+    remasking: Remasking | None = None
+    block_length: Positive | None = None
+    steps: Positive | None = None
+    threshold: Share | None = None
+    extra: Extra = extra_field()
+
+    def given(self) -> tuple[str, ...]:
+        """Return the names of the options that are set."""
+        options = {
+            "remasking": self.remasking,
+            "block_length": self.block_length,
+            "steps": self.steps,
+            "threshold": self.threshold,
+        }
+        return tuple(name for name, value in options.items() if value is not None)
+
+
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to return besides the tokens. `logprobs` 0 returns the chosen token only.
 
@@ -132,6 +163,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap: Bootstrap | None = msgspec.field(default=None, name="bootstrap_info")
     media: dict[str, tuple[MediaItem, ...]] | None = msgspec.field(default=None, name="multi_modal_data")
     encoder_result: dict[str, object] | None = None
+    diffusion: DiffusionOptions | None = None
     require_reasoning: bool | None = None
     extra_args: dict[str, object] | None = None
     extra: Extra = extra_field()

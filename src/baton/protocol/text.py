@@ -12,6 +12,7 @@ from baton.protocol.outputs import FinishReason, Usage
 from baton.protocol.requests import (
     Choices,
     Count,
+    DiffusionOptions,
     GuidedDecoding,
     OutputOptions,
     Penalty,
@@ -87,6 +88,7 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     chat_template_args: dict[str, object] | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    diffusion: DiffusionOptions | None = None
     nvext: dict[str, object] | None = None
     unknown: tuple[str, ...] = ()
 

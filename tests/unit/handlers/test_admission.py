@@ -11,7 +11,7 @@ from baton.ports.engine import Capabilities, Work
 from baton.protocol.codec import decode_request
 from baton.protocol.handoff import Produce
 from baton.protocol.ids import RequestId
-from baton.protocol.requests import GenerateRequest, Sampling
+from baton.protocol.requests import GenerateRequest, Remasking, Sampling
 from baton.testing.fakes import SCRIPTED_INFO
 
 INFO = msgspec.structs.replace(SCRIPTED_INFO, context_length=100, vocab_size=1000, eos_token_ids=(9,))
@@ -34,6 +34,7 @@ def build(wire: dict[str, Any], can: Capabilities = EVERYTHING) -> Work:
 
 
 NOTHING = Capabilities()
+DIFFUSION = Capabilities(diffusion=True, diffusion_options=frozenset({"steps", "remasking"}))
 REFUSALS: list[tuple[dict[str, Any], Capabilities, type[BatonError], str]] = [
     ({"token_ids": []}, EVERYTHING, InvalidRequest, "token_ids: the prompt is empty"),
     ({"token_ids": [1, 2, 1000]}, EVERYTHING, InvalidRequest, "token_ids[2]: 1000 is not a token of this model"),
@@ -60,6 +61,9 @@ REFUSALS: list[tuple[dict[str, Any], Capabilities, type[BatonError], str]] = [
     ({"sampling_options": {"guided_decoding": {"choice": []}}}, NOTHING, Unsupported, "guided_decoding.choice"),
     ({"sampling_options": {"guided_decoding": {"grammar": "a"}}}, NOTHING, Unsupported, "guided_decoding.grammar"),
     ({"sampling_options": {"guided_decoding": {"structural_tag": 1}}}, NOTHING, Unsupported, "structural_tag"),
+    ({"diffusion": {"steps": 4}}, EVERYTHING, Unsupported, "diffusion.steps: this model generates from left to right"),
+    ({"diffusion": {"steps": 4, "threshold": 0.5}}, DIFFUSION, Unsupported, "diffusion.threshold: this engine takes"),
+    ({"diffusion": {"temperature": 4}}, DIFFUSION, Unsupported, "diffusion.temperature: unknown option"),
     ({"routing": {"lora_name": "tuned"}}, NOTHING, Unsupported, "lora_name"),
     ({"routing": {"dp_rank": 4}}, EVERYTHING, InvalidRequest, "dp_rank"),
 ]
@@ -87,6 +91,12 @@ def test_tokens_are_not_bounded_when_the_engine_does_not_know_its_vocabulary() -
     request = GenerateRequest(token_ids=(2**32 - 1,), sampling=Sampling(logit_bias={"4000000000": 1.0}))
     work = admit(request, RequestId("r.1"), ANY_VOCABULARY, EVERYTHING, {})
     assert work.token_ids == (2**32 - 1,)
+
+
+def test_diffusion_options_reach_an_engine_that_takes_them() -> None:
+    options = build({"diffusion": {"steps": 4, "remasking": "low_confidence_static"}}, DIFFUSION).diffusion
+    assert (options.steps, options.remasking, options.block_length) == (4, Remasking.STATIC, None)
+    assert build({"diffusion": {}}).diffusion == build({}).diffusion, "nothing is asked for"
 
 
 def test_the_last_token_of_the_vocabulary_is_accepted() -> None:

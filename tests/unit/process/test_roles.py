@@ -178,6 +178,8 @@ def test_load_is_published_for_every_role() -> None:
     [
         ("prefill", Capabilities(), "does not support KV handoff"),
         ("decode", Capabilities(), "does not support KV handoff"),
+        ("prefill", Capabilities(diffusion=True, handoff=HandoffStyle.EARLY), "diffusion language model"),
+        ("decode", Capabilities(diffusion=True), "diffusion language model"),
         ("decode", Capabilities(generate=False, embeddings=True), "cannot serve the role decode"),
         ("embed", Capabilities(), "cannot serve the role embed"),
     ],

@@ -9,7 +9,14 @@ from baton.protocol.codec import DecodeError, decode_request, encode_request
 from baton.protocol.extra_options import PREFIX, collect_extra_options, with_extra_options
 from baton.protocol.ids import RequestId
 from baton.protocol.media import MediaItem
-from baton.protocol.requests import GenerateRequest, GuidedDecoding, Sampling, StopConditions
+from baton.protocol.requests import (
+    DiffusionOptions,
+    GenerateRequest,
+    GuidedDecoding,
+    Remasking,
+    Sampling,
+    StopConditions,
+)
 from baton.protocol.text import TextRequest, decode_text
 from baton.testing.fakes import SCRIPTED_INFO
 
@@ -22,6 +29,7 @@ OPTIONS: dict[str, object] = {
     "prompt_logprobs": 3,
     "return_token_ids": True,
     "structural_tag": {"type": "structural_tag"},
+    "diffusion": {"steps": 4, "threshold": 0.5},
 }
 
 
@@ -39,6 +47,7 @@ def test_each_option_arrives_in_its_place() -> None:
     assert request.sampling.guided_decoding is not None
     assert request.sampling.guided_decoding.structural_tag == {"type": "structural_tag"}
     assert (request.output.echo, request.output.prompt_logprobs, request.output.return_token_ids) == (True, 3, True)
+    assert request.diffusion == DiffusionOptions(steps=4, threshold=0.5)
     assert request.annotations == ("token_ids",)
     assert wire["stop_conditions"] == {"max_tokens": 1, "ignore_eos": True}, "the message is not changed"
     assert decode_request(encode_request(request)) == request
@@ -88,6 +97,7 @@ def test_in_text_format_an_option_counts_as_a_field_of_the_body() -> None:
 
     request = decode({"logit_bias": {"5": 1}})
     assert (request.logit_bias, request.nvext) == ({"5": 1.0}, {"annotations": ["mine"]})
+    assert decode({"diffusion": {"block_length": 8}}).diffusion == DiffusionOptions(block_length=8)
     assert decode({"echo": True, "bad_words": ["a"]}).token_format_only() == ["echo", "bad_words"]
     with pytest.raises(DecodeError, match="annotations"):
         decode_text({"model": "m", "prompt": "a", "nvext": {"annotations": [PREFIX + "{"]}})
@@ -99,10 +109,12 @@ def test_collected_options_are_placed_again() -> None:
         stop=StopConditions(max_tokens=5, min_tokens=2),
         sampling=Sampling(logit_bias={"7": 1.0}, guided_decoding=GuidedDecoding(json={"default": None})),
         media={"image_url": (MediaItem(url="https://example.com/a.png"),)},
+        diffusion=DiffusionOptions(remasking=Remasking.STATIC),
         extra_args={"nvext": {"cache_salt": None}},
     )
     wire = collect_extra_options(encode_request(request))
     assert wire["stop_conditions"] == {"max_tokens": 5}
+    assert "diffusion" not in wire
     assert wire["sampling_options"] == {"guided_decoding": {"json": {"default": None}}}
     assert wire["multi_modal_data"] == {"image_url": [{"Url": "https://example.com/a.png"}]}
     assert decode_request(wire) == request

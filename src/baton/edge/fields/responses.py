@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from baton.edge.fields import types
 from baton.edge.fields.media_urls import with_marked_urls
-from baton.edge.fields.shared import NVEXT, STREAM, TOP_P, stream_options
+from baton.edge.fields.shared import DIFFUSION, NVEXT, STREAM, TOP_P, stream_options
 from baton.edge.fields.table import Json, Table, honoured, ignored, refused, translated, unsupported, without
 
 # Items without a type are messages. Reasoning of earlier turns is accepted, and left out of the prompt.
@@ -135,6 +135,7 @@ RESPONSES = Table(
         refused("moderation", "there is no moderation"),
         refused("image", "images are not compressed"),
         refused("access_programs", "there are none"),
+        DIFFUSION,
         NVEXT,
         honoured("chat_template_kwargs", dict[str, object], "Variables of the chat template."),
         ignored("client_metadata", dict[str, object], "Sent by some clients; changes no answer."),

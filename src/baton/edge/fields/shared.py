@@ -67,6 +67,7 @@ STREAM_OPTIONS = translated(
     "stream_options", types.StreamOptions, stream_options, "Only with `stream`. `include_obfuscation`: only false."
 )
 TOP_P = translated("top_p", types.Share, top_p, "0 keeps the most likely token only.")
+DIFFUSION = honoured("diffusion", types.Diffusion, "Diffusion language models only: [diffusion.md](diffusion.md).")
 NVEXT = honoured("nvext", dict[str, object], "Extensions of the runtime: [frontend.md](frontend.md).")
 
 SAMPLING: tuple[Field, ...] = (
@@ -106,6 +107,7 @@ EXTENSIONS: tuple[Field, ...] = (
     honoured("guided_whitespace_pattern", str),
     honoured("structural_tag", object, "Depends on the engine."),
     translated("cache_salt", str, _cache_salt, "Separates the prefix caches of tenants; the same as in `nvext`."),
+    DIFFUSION,
     NVEXT,
     refused("allowed_token_ids", "no engine applies it"),
     refused("bad_words_token_ids", "no engine applies it"),

@@ -23,6 +23,15 @@ Verbosity = Literal["low", "medium", "high"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class Diffusion(msgspec.Struct, forbid_unknown_fields=True):
+    """How a diffusion language model decodes."""
+
+    remasking: Literal["low_confidence_static", "low_confidence_dynamic"] | None = None
+    block_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    steps: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    threshold: Share | None = None
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What a stream contains besides the answer."""
 

@@ -1,4 +1,4 @@
-"""Operators' commands, executed between two steps: memory, weights, pauses, the prefix cache, profiles.
+"""Operators' commands, executed between two steps: memory, weights, pauses, the prefix cache, profiles, records.
 
 Each is idempotent. What is paused or released, and which commands this engine supports, is known above the port.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from baton.engines.torch.arena import Arena, available_bytes
+from baton.engines.torch.experts.record_commands import RecordCommands
 from baton.engines.torch.profiler import StepProfiler
 from baton.engines.torch.weights import ReplaceWeights, WeightGroup, gather
 from baton.errors import EngineFailed, InvalidRequest, Paused, Unsupported
@@ -21,7 +22,9 @@ from baton.protocol.commands import (
     Pause,
     ReleaseMemory,
     ResumeMemory,
+    StartExpertRecord,
     StartProfile,
+    StopExpertRecord,
     StopProfile,
     UpdateWeights,
     WeightSource,
@@ -42,6 +45,7 @@ class CommandExecutor:
 
     def __init__(self, core: "Core") -> None:
         self._core = core
+        self.records = RecordCommands(core.pass_counter)
         self._stopped_stepping = False
         self._group: WeightGroup | None = None
         self._closed = False
@@ -89,6 +93,8 @@ class CommandExecutor:
                 return self._start_profile(command)
             case StopProfile():
                 return self._stop_profile()
+            case StartExpertRecord() | StopExpertRecord():
+                return self.records.execute(command)
             case _:
                 raise Unsupported(f"the torch engine does not execute {command.__struct_config__.tag}")
 
@@ -176,6 +182,7 @@ class CommandExecutor:
     def _update(self, replace: ReplaceWeights, version: str) -> Outcome:
         self._refuse_during_handoff()
         count = replace()
+        self._core.runner.weights_replaced()
         # The KV of the old weights cannot be reused.
         self._core.scheduler.retract_all()
         self._core.scheduler.clear()

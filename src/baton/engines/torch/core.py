@@ -8,7 +8,11 @@ from baton.config.engines import TorchOptions
 from baton.engine_kit.output_stream import join_logprobs
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.commands import CommandExecutor
-from baton.engines.torch.runner import Runner
+from baton.engines.torch.diffusion.candidates import Decided
+from baton.engines.torch.experts.batch_rows import batch_rows
+from baton.engines.torch.experts.pass_counter import PassCounter
+from baton.engines.torch.experts.record_commands import RecordCommands
+from baton.engines.torch.runner import Runner, Sampling
 from baton.engines.torch.sampler import Sampled
 from baton.engines.torch.sampling_params import finish_of
 from baton.engines.torch.scheduler import Batch, Chunk, Scheduler
@@ -68,9 +72,11 @@ class Core:
 
     def __init__(self, runner: Runner, options: TorchOptions) -> None:
         self.runner = runner
-        pool = BlockPool(runner.blocks, options.block_size)
+        pool = BlockPool(runner.blocks, runner.block)
         budget = _step_tokens(options, runner.device.type)
-        self.scheduler = Scheduler(pool, options.max_running, budget, options.prefix_cache)
+        by_block = runner.config.diffusion is not None
+        self.scheduler = Scheduler(pool, options.max_running, budget, options.prefix_cache, by_block)
+        self.pass_counter = PassCounter(runner.experts, runner.slots) if runner.experts and runner.slots else None
         self.steps = 0
         self.running = 0
         self._commands = CommandExecutor(self)
@@ -120,12 +126,13 @@ class Core:
         if self.scheduler.blocked:
             return
         try:
-            sampled = self.runner.run(batch)
+            sampled = self._compute(batch)
         except Exception as error:
             log.exception("a step failed")
             self._fail_batch(batch, error)
             return
         self._failed_steps = 0
+        self._account_experts(batch)
         for chunk in (*batch.prefills, *batch.decodes):
             self.scheduler.computed(chunk)
             self._start_siblings(chunk)
@@ -135,7 +142,7 @@ class Core:
             if isinstance(result, BatonError):
                 self.fail(sequence.work.request_id, result)
             elif sequence.phase is not Phase.ENDED:
-                self._append(sequence, result)
+                self._extend(sequence, result)
         self._commands.after_step()
 
     def tick(self) -> None:
@@ -145,6 +152,11 @@ class Core:
     def close(self) -> None:
         """See `Stepper.close`."""
         self._commands.close()
+
+    @property
+    def records(self) -> RecordCommands:
+        """The commands on records of experts."""
+        return self._commands.records
 
     def prepare(self, command: JoinGroup | UpdateWeights) -> Callable[[], Outcome]:
         """See `CommandExecutor.prepare`; the only method here that another thread may call."""
@@ -185,6 +197,16 @@ class Core:
         self._handoff_blocks, self._sampled, self._failed, pool.events, self._last_load = [], [], [], [], load
         return result
 
+    def _compute(self, batch: Batch) -> Sampling:
+        self.runner.records_routing = self.pass_counter is not None and self.pass_counter.wants()
+        return self.runner.run(batch)
+
+    def _account_experts(self, batch: Batch) -> None:
+        """Count the experts that a step has used, before its tokens are added; experts may move then."""
+        if self.pass_counter is not None:
+            routing = self.runner.routing
+            self.pass_counter.after_pass(routing.slots if routing is not None else None, lambda: batch_rows(batch))
+
     def _report_wanted(self) -> None:
         size = self.scheduler.pool.size
         self._handoff_blocks += [
@@ -208,10 +230,29 @@ class Core:
 
     def _start_siblings(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        if sequence.index == 0 and sequence.computed >= sequence.prompt_length:
+        if sequence.index == 0 and sequence.has_prompt:
             for sibling in self._requests[sequence.work.request_id][1:]:
                 if sibling.phase is Phase.HELD:
                     self.scheduler.add(sibling)
+
+    def _extend(self, sequence: Sequence, result: Sampled | Decided) -> None:
+        """Add the next token, or set positions of the block that is decoded.
+
+        A block that is complete is delivered, and the next one begins.
+        """
+        canvas = sequence.canvas
+        if isinstance(result, Sampled):
+            self._append(sequence, result)
+            return
+        assert canvas is not None
+        canvas.decide(result)
+        found = canvas.complete(sequence.params, sequence.generated)
+        if found is None:
+            return
+        for sampled in found:
+            self._append(sequence, sampled)
+        if sequence.phase is Phase.RUNNING:
+            canvas.begin(sequence.tokens)
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> None:
         sequence.tokens.append(sampled.token)

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from baton.config.engines import TorchOptions
+from baton.config.engines import ExpertOptions, TorchOptions
 from baton.engine_kit.output_stream import OutputStream
 from baton.engine_kit.threads import run_in_thread
+from baton.engines.torch.diffusion.options import make_plan, without_penalties
 from baton.engines.torch.guided import GuideCompiler
+from baton.engines.torch.models.config import has_experts
+from baton.engines.torch.models.diffusion import is_diffusion
 from baton.engines.torch.models.vision_language import has_media
 from baton.engines.torch.prompt_media import PromptMedia, check_rows, read_media
 from baton.engines.torch.reasoning_guide import ReasoningGuide
@@ -21,15 +24,17 @@ from baton.engines.torch.sampling_params import Guide, make_sampling_params
 from baton.engines.torch.sequence import Sequence
 from baton.engines.torch.thread import EngineThread
 from baton.errors import BatonError, Cancelled, ContextTooLong, EngineDead, InvalidRequest, Unsupported
+from baton.experts.settings import recorder_mode
 from baton.models.defaults import SamplingDefaults, read_defaults
 from baton.models.directory import read_config
 from baton.models.reasoning import reasoning_end_token
 from baton.ports.engine import Capabilities, EngineInfo, HandoffStyle, MediaInfo, Progress, Work
-from baton.protocol.commands import Command, JoinGroup, Outcome, UpdateWeights
+from baton.protocol.commands import Command, DumpExpertRecord, JoinGroup, Outcome, UpdateWeights
 from baton.protocol.events import KvEvent, LoadSnapshot, Reading
 from baton.protocol.handoff import Consume, Handoff, Produce
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import Finished, KvWanted, Logprobs
+from baton.protocol.requests import DiffusionOptions
 from baton.status.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -53,15 +58,25 @@ class TorchEngine:
     """A KvImportEngine (see `ports/engine.py`) for the model in `directory`.
 
     It moves no KV: it reports which blocks are computed or wanted. With `exports_kv` other processes of this machine
-    can map its KV cache and read it.
+    can map its KV cache and read it. `experts` divides the experts of a mixture-of-experts model.
     """
 
-    def __init__(self, options: TorchOptions, directory: Path, name: str, exports_kv: bool = False) -> None:
+    def __init__(
+        self,
+        options: TorchOptions,
+        directory: Path,
+        name: str,
+        exports_kv: bool = False,
+        experts: ExpertOptions | None = None,
+    ) -> None:
         self._options = options
         self._directory = directory
         self._name = name
         self._exports_kv = exports_kv
+        self._experts = experts or ExpertOptions()
+        self._records_experts = recorder_mode(self._experts) != "off" and has_experts(directory)
         self._takes_media = has_media(directory)
+        self._is_diffusion = is_diffusion(directory)
         self._thread: EngineThread[Core, StepResult] | None = None
         self._running: _Running | None = None
         self._dead: BatonError | None = None
@@ -77,7 +92,7 @@ class TorchEngine:
     @property
     def capabilities(self) -> Capabilities:
         """See `Engine.capabilities`."""
-        return Capabilities(
+        can = Capabilities(
             media_embeddings=self._takes_media,
             handoff=HandoffStyle.EARLY,
             max_logprobs=20,
@@ -92,12 +107,16 @@ class TorchEngine:
             pause_modes=frozenset({"abort", "retract", "keep"}),
             clear_cache=True,
             profile=True,
+            expert_records=self._records_experts,
         )
+        return _without_left_to_right(can) if self._is_diffusion else can
 
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
         config = read_config(self._directory)
         defaults = read_defaults(self._directory)
+        if self._is_diffusion:
+            defaults = without_penalties(defaults)
         eos = tuple(dict.fromkeys((*config.eos_token_ids, *defaults.eos_token_ids)))
         thread: EngineThread[Core, StepResult] = EngineThread(self._deliver, self._on_end)
         self._thread = thread
@@ -116,8 +135,12 @@ class TorchEngine:
         self._refuse_impossible(work, running.info)
         media = self._media_of(work, running)
         arrival = next(self._arrivals)
+        model = running.core.runner.config.diffusion
+        plan = make_plan(work, model, running.info.block_size) if model is not None else None
         choices = [
-            Sequence(work, index, make_sampling_params(work, running.defaults, running.vocab_size), arrival, media)
+            Sequence(
+                work, index, make_sampling_params(work, running.defaults, running.vocab_size), arrival, media, plan
+            )
             for index in range(work.sampling.n or 1)
         ]
         stream = OutputStream(len(choices))
@@ -157,15 +180,24 @@ class TorchEngine:
     async def execute(self, command: Command) -> Outcome:
         """See `Engine.execute`."""
         running = self._alive()
+        if isinstance(command, DumpExpertRecord):
+            return await self._dump_experts(running)
         if not isinstance(command, JoinGroup | UpdateWeights):
             return await running.thread.call(lambda core: core.execute(command))
         # These wait for other processes or read much data: steps go on meanwhile.
         finish = await run_in_thread("torch-command", lambda: running.core.prepare(command))
         return await running.thread.call(lambda _: finish())
 
+    async def _dump_experts(self, running: _Running) -> Outcome:
+        """Write the record of experts; steps go on meanwhile. What is not written stays recorded."""
+        records = await running.thread.call(lambda core: core.records.take())
+        path = await run_in_thread("torch-command", lambda: running.core.records.write(records))
+        return await running.thread.call(lambda core: core.records.forget(records, path))
+
     def metrics(self) -> str:
         """See `Engine.metrics`."""
-        return ""
+        counter = self._running.core.pass_counter if self._running is not None else None
+        return counter.metrics.text() if counter is not None else ""
 
     def progress(self) -> Progress:
         """See `Engine.progress`."""
@@ -206,7 +238,9 @@ class TorchEngine:
 
         torch.set_grad_enabled(False)
         with ProgressLine(f"loading {self._name}") as line:
-            runner = Runner(self._options, self._directory, line.report, exports_kv=self._exports_kv)
+            runner = Runner(
+                self._options, self._directory, line.report, exports_kv=self._exports_kv, experts=self._experts
+            )
             return Core(runner, self._options)
 
     def _describe(self, core: "Core", eos_token_ids: tuple[int, ...]) -> EngineInfo:
@@ -222,7 +256,7 @@ class TorchEngine:
             vocab_size=runner.config.vocab,
             eos_token_ids=eos_token_ids,
             reasoning_end_token=reasoning_end_token(self._directory),
-            kv=runner.kv_memory,
+            kv=None if self._is_diffusion else runner.kv_memory,
         )
 
     def _media_info(self, core: "Core") -> MediaInfo:
@@ -341,6 +375,25 @@ class TorchEngine:
         for stream in streams.values():
             stream.fail(self._dead)
         self._new_readings.set()
+
+
+def _without_left_to_right(can: Capabilities) -> Capabilities:
+    """Return the capabilities with a diffusion language model.
+
+    It has no KV that another worker could continue from, and decides tokens in any order: nothing that depends on the
+    tokens before a position applies.
+    """
+    return msgspec.structs.replace(
+        can,
+        diffusion=True,
+        diffusion_options=frozenset(DiffusionOptions.__struct_fields__) - {"extra"},
+        handoff=HandoffStyle.NONE,
+        prompt_logprobs=False,
+        guided=frozenset(),
+        guides_after_reasoning=False,
+        logit_bias=False,
+        bad_words=False,
+    )
 
 
 def _push_prompt(stream: OutputStream, cached_tokens: int, logprobs: Logprobs | None) -> None:

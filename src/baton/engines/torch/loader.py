@@ -4,12 +4,15 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.engine_kit.safetensors_file import SafetensorsFile, weight_files
 from baton.engines.torch.models.config import LlamaConfig
+from baton.engines.torch.models.diffusion import llada_tensor
+from baton.engines.torch.models.experts import fused_parts
 from baton.engines.torch.models.vision_language import language_tensor
 from baton.errors import ConfigError
 
@@ -31,22 +34,44 @@ def load_weights(
     """
     with ExitStack() as stack:
         files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(directory)]
-        homes = {name: (file, stored) for file in files for stored in file.tensors if (name := rename(stored))}
-        shapes = {name: file.tensors[stored].shape for name, (file, stored) in homes.items()}
-        if problem := mismatch(parts, shapes):
+        homes: dict[str, _Home] = {}
+        for file in files:
+            for stored in file.tensors:
+                homes |= _homes(file, stored, rename(stored))
+        if problem := mismatch(parts, {name: home.shape for name, home in homes.items()}):
             raise ConfigError(f"the weights in {directory} do not fit the model: {problem}")
         for name in parts:
-            _check_type(*homes[name], directory)
+            _check_type(homes[name].file, homes[name].stored, directory)
         total = sum(part.nbytes for part in parts.values())
         done = 0
         for name, part in parts.items():
-            _read(*homes[name], part)
+            _read(homes[name], part)
             done += part.nbytes
             report(done, total)
 
 
+class _Home(NamedTuple):
+    """Where a tensor of the model is: in the tensor `stored` of a file, from element `start` on."""
+
+    file: SafetensorsFile
+    stored: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def _homes(file: SafetensorsFile, stored: str, name: str | None) -> dict[str, _Home]:
+    """Return the tensors of the model that a stored tensor has: itself, those of all experts, or none."""
+    if name is None:
+        return {}
+    shape = file.tensors[stored].shape
+    fused = {part.name: _Home(file, stored, part.start, part.shape) for part in fused_parts(name, shape)}
+    return fused or {name: _Home(file, stored, 0, shape)}
+
+
 def tensor_names(config: LlamaConfig) -> Rename:
     """Return how the tensors of a model's files are called in the model."""
+    if config.family == "llada":
+        return llada_tensor
     return language_tensor if config.layout is not None else lambda name: name
 
 
@@ -58,13 +83,13 @@ def _check_type(file: SafetensorsFile, name: str, directory: Path) -> None:
         raise ConfigError(f"{name} in {directory} has {stored.nbytes} bytes, which do not fit its shape")
 
 
-def _read(file: SafetensorsFile, name: str, part: Tensor) -> None:
-    stored = file.tensors[name]
-    dtype = _TYPES[stored.dtype]
+def _read(home: _Home, part: Tensor) -> None:
+    dtype = _TYPES[home.file.tensors[home.stored].dtype]
     in_place = part.device.type == "cpu" and part.dtype == dtype and part.is_contiguous()
-    target = part if in_place else torch.empty(stored.shape, dtype=dtype)
+    target = part if in_place else torch.empty(home.shape, dtype=dtype)
     if target.numel():
-        file.read_into(name, target.flatten().view(torch.uint8).numpy().data)
+        data = target.flatten().view(torch.uint8).numpy().data
+        home.file.read_part(home.stored, home.start * dtype.itemsize, data)
     if not in_place:
         part.copy_(target)
 

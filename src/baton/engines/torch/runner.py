@@ -6,17 +6,22 @@ many rows, torch computes the prompts, and a step is two passes. On a GPU torch 
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from baton.config.directories import spill_directory
-from baton.config.engines import TorchOptions
+from baton.config.engines import ExpertOptions, TorchOptions
 from baton.engines.torch.arena import Arena, arena_bytes, available_bytes, find_device, usable_cores
+from baton.engines.torch.diffusion.candidates import Decided, decide
 from baton.engines.torch.embedded_rows import MediaRows
+from baton.engines.torch.experts.routing import Routing, join_passes, stack_layers
+from baton.engines.torch.experts.settings import ExpertSettings, resolve_experts
+from baton.engines.torch.experts.slots import ExpertSlots
 from baton.engines.torch.graphs import DecodeGraphs
 from baton.engines.torch.kv_memory import describe_kv
 from baton.engines.torch.loader import Report, load_weights, tensor_names
@@ -41,12 +46,16 @@ from baton.errors import BatonError, ConfigError
 
 log = logging.getLogger(__name__)
 
-Sampling = list[tuple[Sequence, Sampled | BatonError]]
+Sampling = list[tuple[Sequence, Sampled | Decided | BatonError]]
 _LOGIT_ROWS = 128  # rows of logits at once for the logprobs of a prompt
+_NO_EXPERT_OPTIONS = ExpertOptions()
 
 
 class Runner:
     """One loaded model with its KV cache. Used from one thread.
+
+    A mixture-of-experts model has `slots`, divided and filled as `experts` says. While `records_routing` is set, each
+    step leaves its `routing`.
 
     `torch_prompts` makes torch compute prompts even with a native step; None decides by the CPU. With `exports_kv`
     other processes can map the KV cache.
@@ -59,18 +68,26 @@ class Runner:
         report: Report,
         torch_prompts: bool | None = None,
         exports_kv: bool = False,
+        experts: ExpertOptions = _NO_EXPERT_OPTIONS,
     ) -> None:
         spill_dir = spill_directory(options)
         self.config = read_llama_config(directory)
+        self.records_routing = False
+        self.routing: Routing | None = None
+        self._routed: list[Routing] = []
         self.device = find_device(options.device)
         self.dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
         self.threads = options.threads or usable_cores()
         torch.set_num_threads(self.threads)
-        self.weights_arena, self.weights = _carve(self.config, self.dtype, self.device, spill_dir)
-        self.parts = named_parts(self.config, self.weights)
+        self.experts = resolve_experts(experts, self.config.experts, self.config.layers)
+        self.weights_arena, self.weights = _carve(self.config, self.experts, self.dtype, self.device, spill_dir)
+        self.slots = self._make_slots(self.experts)
+        self.parts = self._named_parts()
         load_weights(directory, self.parts, report, tensor_names(self.config))
+        self.weights_replaced()
+        self._place_experts()
         self.context = min(options.context or self.config.context, self.config.context)
-        self.block = options.block_size
+        self.block = self._block_size(options)
         self.blocks = options.blocks or self._affordable_blocks(options)
         blocks = self.blocks + (self.device.type == "cuda")  # one more, for the padding rows of captured graphs
         kv_shape = (self.config.layers, 2, blocks * self.block, self.config.kv_heads, self.config.head_dim)
@@ -79,8 +96,8 @@ class Runner:
         self.kv_memory = describe_kv(
             self.config, self.parts, self.kv, self.block, self.blocks, self.kv_arena.descriptor
         )
-        cos, sin = rotary_tables(self.config, self.context, self.device)
-        self._model = LlamaModel(self.config, self.weights, self.kv, cos, sin)
+        cos, sin = rotary_tables(self.config, self._rotary_positions(), self.device)
+        self._model = self._make_model(cos, sin)
         self._native = self._make_native(cos, sin) if options.native else None
         self._graphs = self._make_graphs() if self.device.type == "cuda" else None
         if torch_prompts is None:
@@ -89,10 +106,11 @@ class Runner:
         self._media_rows = MediaRows(self.dtype, self.device)
 
     def run(self, batch: Batch) -> Sampling:
-        """Compute `batch` and sample the next token of every sequence that has one."""
+        """Compute `batch` and sample the next token of every sequence that has one, or decide some of its block."""
         for_torch, for_native = self._divided(batch)
         logits: list[Tensor] = []
         sequences: list[Sequence] = []
+        self._routed = []
         if for_torch.prefills or for_torch.decodes:
             self._use_threads(self.threads)
             sequences += self._run_torch(for_torch, logits)
@@ -102,15 +120,20 @@ class Runner:
             sequences += self._run_native(self._native, for_native, logits)
         if self._graphs is not None and batch.decodes:
             sequences += self._run_graphs(self._graphs, batch.decodes, logits)
+        self.routing = join_passes(self._routed)
         if not sequences:
             return []
-        scores = logits[0] if len(logits) == 1 else torch.cat(logits)
-        return list(zip(sequences, sample(scores, sequences), strict=True))
+        return self._sample(logits[0] if len(logits) == 1 else torch.cat(logits), sequences)
 
     def settle(self) -> None:
         """Return when all computed KV is in memory: a GPU may still be computing after a step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def weights_replaced(self) -> None:
+        """Write new weights of experts to all their copies."""
+        if self.slots is not None:
+            self.slots.fill_copies()
 
     def rebind(self) -> None:
         """Take pointers again after an arena has been resumed."""
@@ -118,6 +141,12 @@ class Runner:
             self._native.bind(self.weights, self._paged())
         if self._graphs is not None:
             self._graphs.forget()
+
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Sampling:
+        diffusion = self.config.diffusion
+        if diffusion is not None:
+            return list(zip(sequences, decide(logits, sequences, diffusion.mask_token), strict=True))
+        return list(zip(sequences, sample(logits, sequences), strict=True))
 
     def _use_threads(self, count: int) -> None:
         if torch.get_num_threads() != count:
@@ -136,6 +165,7 @@ class Runner:
     def _run_torch(self, batch: Batch, logits: list[Tensor]) -> list[Sequence]:
         """Add the logits of all sequences that get a next token to `logits`; return those sequences."""
         hidden = self._model.forward(self._step(batch.prefills, batch.decodes))
+        self._record(lambda: stack_layers(self._model.routed))
         self._score_prompts(batch.prefills, lambda rows: self._model.logits(hidden[rows.start : rows.stop]))
         rows, sequences = _rows_to_sample(batch)
         if rows:
@@ -144,8 +174,14 @@ class Runner:
 
     def _run_native(self, native: NativeDecoder, batch: Batch, logits: list[Tensor]) -> list[Sequence]:
         """As `_run_torch`."""
+        native.records_routing = self.records_routing
+        sequences = self._forward_native(native, batch, logits)
+        self._record(lambda: Routing(*native.routing))
+        return sequences
+
+    def _forward_native(self, native: NativeDecoder, batch: Batch, logits: list[Tensor]) -> list[Sequence]:
         chunks = [self._rows(chunk) for chunk in (*batch.prefills, *batch.decodes)]
-        if not batch.prefills:
+        if not batch.prefills and self.config.diffusion is None:
             logits.append(native.forward(chunks))
             return [chunk.sequence for chunk in batch.decodes]
         rows, sequences = _rows_to_sample(batch)
@@ -159,12 +195,29 @@ class Runner:
 
     def _run_graphs(self, graphs: DecodeGraphs, decodes: list[Chunk], logits: list[Tensor]) -> list[Sequence]:
         """As `_run_torch`."""
-        tokens = [chunk.sequence.tokens[-1] for chunk in decodes]
-        tables = [chunk.sequence.blocks for chunk in decodes]
-        indexes = [chunk.start for chunk in decodes]
-        positions = [index + shift for index, shift in zip(indexes, map(_shift, decodes), strict=True)]
-        logits.append(graphs.forward(tokens, indexes, positions, tables))
+        for unit, chunks in groupby(decodes, key=lambda chunk: chunk.sequence.unit):
+            group = list(chunks)
+            output = self._replay(graphs, group, unit)
+            self._record(lambda: stack_layers(graphs.routed))
+            if self.config.diffusion is not None:  # only some rows are sampled; the copy outlasts the next graph
+                output = output[_rows_to_sample(Batch([], group))[0]]
+            logits.append(output if unit == 1 else self._model.logits(output))
         return [chunk.sequence for chunk in decodes]
+
+    def _replay(self, graphs: DecodeGraphs, decodes: list[Chunk], unit: int) -> Tensor:
+        """Compute chunks of sequences with one unit, in parts of one unit each."""
+        parts = [(chunk, start) for chunk in decodes for start in range(chunk.start, chunk.start + chunk.length, unit)]
+        return graphs.forward(
+            [chunk.sequence.inputs(start, start + unit) for chunk, start in parts],
+            [start for _, start in parts],
+            [start + _shift(chunk) for chunk, start in parts],
+            [chunk.sequence.blocks for chunk, _ in parts],
+        )
+
+    def _record(self, read: Callable[[], Routing]) -> None:
+        """Keep the experts of the rows just computed, if they are wanted."""
+        if self.records_routing and self.slots is not None:
+            self._routed.append(read())
 
     def _step(self, prefills: list[Chunk], decodes: list[Chunk]) -> Step:
         tokens: list[int] = []
@@ -174,41 +227,58 @@ class Runner:
         for chunk in prefills:
             stop = chunk.start + chunk.length
             places = self._slots(chunk.sequence.blocks, stop)
-            spans.append(Span(len(tokens), chunk.length, chunk.start, self._tensor(places)))
+            unit = chunk.sequence.unit
+            spans.append(Span(len(tokens), chunk.length, chunk.start, self._tensor(places), unit))
             embedded += [(len(tokens) + first, rows) for first, rows in self._media_rows.of(chunk)]
-            tokens += chunk.sequence.tokens[chunk.start : stop]
+            tokens += chunk.sequence.inputs(chunk.start, stop)
             slots += places[chunk.start :]
         first = len(tokens)
         for chunk in decodes:
-            tokens.append(chunk.sequence.tokens[-1])
-            slots.append(chunk.sequence.blocks[chunk.start // self.block] * self.block + chunk.start % self.block)
+            stop = chunk.start + chunk.length
+            tokens += chunk.sequence.inputs(chunk.start, stop)
+            slots += self._slots(chunk.sequence.blocks, stop, chunk.start)
         return Step(
             self._tensor(tokens),
             self._tensor(_positions([*prefills, *decodes])),
             self._tensor(slots),
             spans,
-            self._decodes(first, decodes) if decodes else None,
+            self._decodes(first, decodes),
             embedded,
         )
 
     def _rows(self, chunk: Chunk) -> Rows:
         sequence, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
         embedded = self._media_rows.of(chunk) if sequence.media is not None else []
-        return Rows(sequence.tokens[start:stop], start, sequence.blocks, sequence.positions(start, stop), embedded)
+        positions = sequence.positions(start, stop)
+        return Rows(sequence.inputs(start, stop), start, sequence.blocks, positions, embedded, sequence.unit)
 
-    def _decodes(self, first: int, decodes: list[Chunk]) -> Decodes:
-        longest = max(chunk.start for chunk in decodes) + 1
-        places = [self._slots(chunk.sequence.blocks, chunk.start + 1) for chunk in decodes]
+    def _decodes(self, first: int, decodes: list[Chunk]) -> list[Decodes]:
+        """Return the attention of rows that decode, for each length of blocks; they come in this order."""
+        groups: list[Decodes] = []
+        for unit, chunks in groupby(decodes, key=lambda chunk: chunk.sequence.unit):
+            places = [
+                self._slots(chunk.sequence.blocks, stop)
+                for chunk in chunks
+                for stop in range(chunk.start + unit, chunk.start + chunk.length + unit, unit)
+            ]
+            groups.append(self._decode_group(first, places, unit))
+            first = groups[-1].rows.stop
+        return groups
+
+    def _decode_group(self, first: int, places: list[list[int]], unit: int) -> Decodes:
+        longest = max(map(len, places))
         # Padding repeats a slot of the same sequence: a NaN elsewhere would spread even through the mask.
         padded = [row + row[:1] * (longest - len(row)) for row in places]
         lengths = self._tensor([len(row) for row in places])
         mask = torch.arange(longest, device=self.device) < lengths.unsqueeze(1)
-        return Decodes(first, self._tensor(padded), mask[:, None, None, :])
+        return Decodes(first, self._tensor(padded), mask[:, None, None, :], unit)
 
-    def _slots(self, blocks: list[int], stop: int) -> list[int]:
-        """Return the cache rows of tokens [0, stop)."""
+    def _slots(self, blocks: list[int], stop: int, start: int = 0) -> list[int]:
+        """Return the cache rows of tokens [start, stop)."""
         size = self.block
-        return [slot for block in blocks for slot in range(block * size, block * size + size)][:stop]
+        skipped = start // size
+        slots = [slot for block in blocks[skipped:] for slot in range(block * size, block * size + size)]
+        return slots[start - skipped * size : stop - skipped * size]
 
     def _score_prompts(self, prefills: list[Chunk], logits_of: Callable[[range], Tensor]) -> None:
         """Store the logprobs of prompts for requests that want them: the row of a token scores the next one."""
@@ -221,10 +291,35 @@ class Runner:
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
+    def _named_parts(self) -> Mapping[str, Tensor]:
+        """Return the target of each tensor; experts may move while new weights are gathered, and their targets too."""
+        return ChainMap(named_parts(self.config, self.weights), self.slots.parts if self.slots else {})
+
+    def _make_model(self, cos: Tensor, sin: Tensor) -> LlamaModel:
+        dispatch = self.slots.dispatch if self.slots else None
+        return LlamaModel(self.config, self.weights, self.kv, cos, sin, dispatch)
+
+    def _make_slots(self, experts: ExpertSettings | None) -> ExpertSlots | None:
+        if experts is None:
+            return None
+        return ExpertSlots(
+            experts.shape,
+            experts.sparse,
+            [layer.experts for layer in self.weights.layers if layer.experts is not None],
+            experts.dispatch == "dynamic",
+            self.device,
+        )
+
+    def _place_experts(self) -> None:
+        """Move the experts, loaded in order, to where the settings want them."""
+        if self.slots is not None and self.experts is not None:
+            for layer, row in enumerate(self.experts.layout):
+                self.slots.place(layer, row)
+
     def _make_native(self, cos: Tensor, sin: Tensor) -> NativeDecoder | None:
         if self.device.type != "cpu" or load_decoder_library() is None:
             return None
-        return NativeDecoder(self.config, self.weights, self._paged(), cos, sin, self.threads)
+        return NativeDecoder(self.config, self.weights, self._paged(), cos, sin, self.threads, self.slots)
 
     def _make_graphs(self) -> DecodeGraphs:
         return DecodeGraphs(self._model, self.block, self.blocks, self.device)
@@ -232,6 +327,15 @@ class Runner:
     def _paged(self) -> Tensor:
         layers, two, _, heads, size = self.kv.shape
         return self.kv.view(layers, two, self.blocks, self.block, heads, size)
+
+    def _block_size(self, options: TorchOptions) -> int:
+        """Return the tokens of a KV block: whole blocks of a diffusion language model."""
+        diffusion = self.config.diffusion
+        return options.block_size if diffusion is None else _round_up(options.block_size, diffusion.block_length)
+
+    def _rotary_positions(self) -> int:
+        """Return the number of rotary positions: the last block of a diffusion model may exceed the context."""
+        return self.context if self.config.diffusion is None else _round_up(self.context, self.block)
 
     def _affordable_blocks(self, options: TorchOptions) -> int:
         """Return how many blocks fit the share of free memory; at most what `max_running` requests can fill."""
@@ -244,18 +348,21 @@ class Runner:
         return blocks
 
 
-def _carve(config: LlamaConfig, dtype: torch.dtype, device: torch.device, spill_dir: Path) -> tuple[Arena, Weights]:
+def _carve(
+    config: LlamaConfig, experts: ExpertSettings | None, dtype: torch.dtype, device: torch.device, spill_dir: Path
+) -> tuple[Arena, Weights]:
     """Return the memory for the weights, and the weights in it, without content."""
+    slots = experts.shape.physical if experts is not None else 0
     sizes: list[int] = []
 
     def measure(shape: tuple[int, ...]) -> Tensor:
         sizes.append(arena_bytes(shape, dtype))
         return torch.empty(0)
 
-    carve_weights(config, measure)
+    carve_weights(config, measure, slots)
     arena = Arena(sum(sizes), device, spill_dir, dense=True)
     carve: Callable[[tuple[int, ...]], Tensor] = lambda shape: arena.carve(shape, dtype)  # noqa: E731
-    return arena, carve_weights(config, carve)
+    return arena, carve_weights(config, carve, slots)
 
 
 def _score_chunk(chunk: Chunk, offset: int, logits_of: Callable[[range], Tensor]) -> None:
@@ -271,16 +378,20 @@ def _score_chunk(chunk: Chunk, offset: int, logits_of: Callable[[range], Tensor]
 
 
 def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
-    """Return the row of the last token of each sequence that gets a next one, and those sequences."""
+    """Return the rows that give the logits of tokens, and the sequences that get those tokens."""
     rows: list[int] = []
     sequences: list[Sequence] = []
     first = 0
     for chunk in (*batch.prefills, *batch.decodes):
-        first += chunk.length
         if chunk.last:
-            rows.append(first - 1)
+            rows += [first + row for row in chunk.sequence.sampled_rows(chunk.start, chunk.length)]
             sequences.append(chunk.sequence)
+        first += chunk.length
     return rows, sequences
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
 
 
 def _positions(chunks: list[Chunk]) -> list[int] | list[list[int]]:

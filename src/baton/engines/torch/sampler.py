@@ -82,7 +82,7 @@ def sample(logits: Tensor, sequences: Rows[Sequence]) -> list[Sampled | BatonErr
     """
     if not sequences:
         return []
-    peaks, best = _peaks(logits)
+    peaks, best = find_peaks(logits)
     results = _argmax_results(peaks, best)
     rows = [
         row
@@ -127,7 +127,7 @@ def prompt_logprobs(logits: Tensor, targets: list[int], top: int) -> Logprobs:
     for start in range(0, len(targets), _SCORED_ROWS):
         part = logits[start : start + _SCORED_ROWS]
         peaks = part.amax(1)
-        for score, best in _logprobs(part, peaks, targets[start : start + _SCORED_ROWS], top):
+        for score, best in token_logprobs(part, peaks, targets[start : start + _SCORED_ROWS], top):
             chosen.append(score)
             tops.append(best)
     return Logprobs(tuple(chosen), tuple(tops))
@@ -157,7 +157,7 @@ def _choose(logits: Tensor, peaks: Tensor, rows: list[int], sequences: Rows[Sequ
     if any(map(_edited, chosen)):
         selected = selected.clone() if every_row else selected
         errors = _edit(selected, chosen)
-        peaks, best = _peaks(selected)
+        peaks, best = find_peaks(selected)
         choices: list[int | BatonError] = _edited_results(peaks, best, errors)
     else:
         peaks = peaks.index_select(0, indices)
@@ -186,7 +186,10 @@ def _draw_random(logits: Tensor, peaks: Tensor, sequences: list[Sequence], choic
     if len(rows) < len(sequences):
         indices = _indices(rows, logits)
         logits, peaks = logits.index_select(0, indices), peaks.index_select(0, indices)
-    for row, token in zip(rows, _draw(logits, peaks, [sequences[row] for row in rows]), strict=True):
+    chosen = [sequences[row] for row in rows]
+    params = [sequence.params for sequence in chosen]
+    numbers = [uniform(sequence.params.seed, sequence.index, sequence.generated) for sequence in chosen]
+    for row, token in zip(rows, draw_tokens(logits, peaks, params, numbers), strict=True):
         choices[row] = token
 
 
@@ -281,21 +284,18 @@ class _Rows(NamedTuple):
         return _Rows(*(value.index_select(0, indices) for value in self))
 
 
-def _rows_of(logits: Tensor, peaks: Tensor, sequences: list[Sequence]) -> _Rows:
-    temperatures = [sequence.params.temperature for sequence in sequences]
-    numbers = [uniform(sequence.params.seed, sequence.index, sequence.generated) for sequence in sequences]
-    return _Rows(
+def draw_tokens(logits: Tensor, peaks: Tensor, params: list[SamplingParams], numbers: list[float]) -> list[int]:
+    """Draw a token for each row by inverting its cumulative probabilities, in the order of token ids.
+
+    `numbers` are random numbers in (0, 1), one for each row, and `peaks` the highest logits.
+    """
+    temperatures = [one.temperature for one in params]
+    every = _Rows(
         logits,
         peaks.unsqueeze(1),
         torch.tensor(temperatures, dtype=logits.dtype, device=logits.device).unsqueeze(1),
         torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1),
     )
-
-
-def _draw(logits: Tensor, peaks: Tensor, sequences: list[Sequence]) -> list[int]:
-    """Draw a token for each row by inverting its cumulative probabilities, in the order of token ids."""
-    params = [sequence.params for sequence in sequences]
-    every = _rows_of(logits, peaks, sequences)
     filtered = [row for row, one in enumerate(params) if one.filters_tokens]
     unfiltered = [row for row, one in enumerate(params) if not one.filters_tokens]
     tokens = [0] * len(params)
@@ -395,7 +395,7 @@ def _invert(weights: Tensor, uniform: Tensor, absolute: bool = False) -> tuple[T
     return index, target - before
 
 
-def _peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
+def find_peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the highest logit of each row and the lowest id that has it; a row with a NaN has NaN."""
     blocks = _blocked(logits, _BLOCK, -math.inf)
     peaks, block = blocks.amax(2).max(1)
@@ -442,11 +442,13 @@ def _score(logits: Tensor, peaks: Tensor, sequences: Rows[Sequence], results: li
         if len(rows) < len(sequences):
             indices = _indices(rows, logits)
             part, part_peaks = logits.index_select(0, indices), peaks.index_select(0, indices)
-        for row, token, (score, best) in zip(rows, tokens, _logprobs(part, part_peaks, tokens, top), strict=True):
+        for row, token, (score, best) in zip(rows, tokens, token_logprobs(part, part_peaks, tokens, top), strict=True):
             results[row] = Sampled(token, Logprobs((score,), (best,)))
 
 
-def _logprobs(logits: Tensor, peaks: Tensor, tokens: list[int], top: int) -> list[tuple[float, tuple[TopLogprob, ...]]]:
+def token_logprobs(
+    logits: Tensor, peaks: Tensor, tokens: list[int], top: int
+) -> list[tuple[float, tuple[TopLogprob, ...]]]:
     """Return for each row the log-probability of its token, and its `top` best tokens; ties by lower id."""
     peaks = peaks.unsqueeze(1)
     sums = _blocked((logits - peaks).exp_(), _BLOCK, 0.0).sum(2).sum(1, keepdim=True)

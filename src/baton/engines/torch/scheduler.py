@@ -1,8 +1,9 @@
 """Chooses what the next step computes: continuous batching, chunked prefill, priorities, preemption. Pure.
 
-In every step each decoding sequence gets one token. The rest of the token budget goes to prompts, mostly to the
-shortest first. When blocks run out, the sequence that ranks last is preempted: it frees its blocks, returns to the
-queue and is computed again later. The queue is strict: no sequence overtakes its head, so only priority can starve one.
+In every step each decoding sequence computes one token, or its block in a diffusion language model. The rest of the
+token budget goes to prompts, mostly to the shortest first. When KV blocks run out, the sequence that ranks last is
+preempted: it frees its blocks, returns to the queue and is computed again later. The queue is strict: no sequence
+overtakes its head, so only priority can starve one.
 
     add ──► WAITING ───────────────────► RUNNING ──► end
               │ ▲                         │ ▲ │
@@ -35,17 +36,17 @@ class Chunk(NamedTuple):
     @property
     def last(self) -> bool:
         """Whether the sequence has a next token after this chunk."""
-        return self.start + self.length == len(self.sequence.tokens)
+        return self.start + self.length == self.sequence.end
 
     @property
     def decodes(self) -> bool:
-        """Whether it is the newest token of a sequence, and text."""
-        media = self.sequence.media
-        return self.length == 1 and self.last and (media is None or self.start >= media.rows_end)
+        """Whether it is the newest token of a sequence, and text; or the block that is decoded."""
+        sequence, media = self.sequence, self.sequence.media
+        return self.length <= sequence.decode_rows and self.last and (media is None or self.start >= media.rows_end)
 
 
 class Batch(NamedTuple):
-    """One step: prompts in chunks, and sequences that feed their newest token."""
+    """One step: prompts in chunks, and sequences that feed their newest token or the block that is decoded."""
 
     prefills: list[Chunk]
     decodes: list[Chunk]
@@ -58,7 +59,10 @@ class Scheduler:
     caller takes the lists. `blocked` means that no step is possible before a sequence is added or changes its state.
     """
 
-    def __init__(self, pool: BlockPool, max_running: int, batch_tokens: int, reuse: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, max_running: int, batch_tokens: int, reuse: bool = True, by_block: bool = False
+    ) -> None:
+        """Prepare. `by_block` is for diffusion language models, whose sequences compute a block in every step."""
         self.pool = pool
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -69,6 +73,8 @@ class Scheduler:
         self.blocked = False
         self._max_running = max_running
         self._batch_tokens = max(batch_tokens, max_running)
+        # Blocks that are decoded may fill a step; prompts still go on, by at least one block.
+        self._least_prompt_tokens = max(batch_tokens // 4, pool.size) if by_block else 0
         self._reuse = reuse
 
     @property
@@ -126,19 +132,18 @@ class Scheduler:
         batch = Batch([], [])
         for chunk in chosen.values():
             (batch.decodes if chunk.decodes else batch.prefills).append(chunk)
+        batch.decodes.sort(key=lambda chunk: chunk.sequence.unit)  # blocks of one length are computed together
         return batch
 
     def computed(self, chunk: Chunk) -> None:
         """Record that the KV of `chunk` is in the cache. The blocks that it filled can be reused from now on."""
         sequence, size = chunk.sequence, self.pool.size
-        sequence.computed = chunk.start + chunk.length
+        sequence.computed = min(chunk.start + chunk.length, sequence.settled)
         full = sequence.computed // size
         if self._reuse and full > sequence.committed:
             hashes = sequence.hashes_of_full_blocks(size)[:full]
             media = sequence.media.routed if sequence.media is not None else ()
-            self.pool.commit(
-                sequence.blocks, sequence.committed, hashes, sequence.tokens, sequence.work.cache_salt, media
-            )
+            self.pool.commit(sequence.blocks, sequence.committed, hashes, sequence.tokens, sequence.event_salt, media)
             sequence.committed = full
 
     def clear(self) -> None:
@@ -148,12 +153,12 @@ class Scheduler:
             sequence.committed = _NEVER
 
     def _choose_decodes(self, chosen: dict[Sequence, Chunk]) -> int:
-        """Give each decoding sequence its token; return what is left of the token budget."""
+        """Give each decoding sequence its token or its block; return the token budget of prompts."""
         budget = self._batch_tokens
         for sequence in tuple(self.running):
-            if budget and sequence.phase is Phase.RUNNING and sequence.pending == 1:
-                budget -= self._choose(sequence, budget, chosen)
-        return budget
+            if sequence.phase is Phase.RUNNING and sequence.decoding:
+                budget -= self._choose(sequence, sequence.pending, chosen)
+        return max(budget, self._least_prompt_tokens)
 
     def _choose(self, sequence: Sequence, budget: int, chosen: dict[Sequence, Chunk]) -> int:
         """Give `sequence` its share of the step; return how many tokens that is, 0 if it was preempted.
@@ -184,7 +189,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, chosen: dict[Sequence, Chunk]) -> bool:
         """Let the head of the queue run or receive if it fits; a sequence of lower priority is preempted for it."""
         pool = self.pool
-        total = -(-len(sequence.tokens) // pool.size)
+        total = -(-sequence.end // pool.size)
         while True:
             found = self._reusable(sequence)
             needed = total - len(found) + pool.idle(found)
@@ -230,10 +235,10 @@ class Scheduler:
         return next((sequence for sequence in reversed(self.running) if not sequence.offered), None)
 
     def _reusable(self, sequence: Sequence) -> list[int]:
-        """Return the cached blocks of the sequence. The last token is always computed, because it gives the logits."""
+        """Return the cached blocks of the sequence."""
         if not self._reuse or sequence.scored:
             return []
-        full = (len(sequence.tokens) - 1) // self.pool.size
+        full = sequence.reusable // self.pool.size
         return self.pool.find(sequence.hashes_of_full_blocks(self.pool.size)[:full])
 
     def _leave(self, sequence: Sequence) -> None:
@@ -257,9 +262,9 @@ def _shares(prompts: list[Sequence], budget: int) -> dict[Sequence, int]:
     """Divide a step among prompts: a quarter for the first in rank, so that it does not starve, the rest to the
     shortest first, so that a short prompt does not wait for a long one."""
     shares = dict.fromkeys(prompts, 0)
-    first = [(prompt, max(1, budget // 4)) for prompt in prompts[:1]]
+    first = [(prompt, max(prompt.unit, budget // 4)) for prompt in prompts[:1]]
     for prompt, limit in first + [(prompt, budget) for prompt in sorted(prompts, key=_urgency)]:
-        share = min(prompt.pending - shares[prompt], limit, budget)
+        share = min(prompt.pending - shares[prompt], limit, budget) // prompt.unit * prompt.unit
         shares[prompt] += share
         budget -= share
     return {prompt: share for prompt, share in shares.items() if share}

@@ -4,12 +4,14 @@ import enum
 from typing import TYPE_CHECKING
 
 from baton.engine_kit.block_hash import block_hash, media_in, root_hash
+from baton.engines.torch.diffusion.canvas import Canvas
 from baton.engines.torch.prompt_media import PromptMedia, RotaryPositions
 from baton.ports.engine import Work
 from baton.protocol.handoff import Consume, Produce
 from baton.protocol.outputs import KvComputed, KvWanted, Logprobs
 
 if TYPE_CHECKING:
+    from baton.engines.torch.diffusion.options import DecodingPlan
     from baton.engines.torch.sampling_params import Guide, SamplingParams
 
 
@@ -34,12 +36,20 @@ class Sequence:
         offered   [ 0 ][ 1 ]                                   number of blocks that peers may read: they are final
 
     A preempted sequence keeps its tokens and computes them again. One with offered blocks is never preempted.
+
+    A sequence of a diffusion language model has a `canvas`, the block that is being decoded. It is computed in every
+    step, and its KV is not final before the next block begins:
+
+        tokens    [ prompt ....... | generated ... ]
+        computed  [ KV of whole blocks ... )
+        canvas                             [ block )           ends after the last token
     """
 
     __slots__ = (
         "arrival",
         "blocks",
         "cached_tokens",
+        "canvas",
         "committed",
         "computed",
         "consumes",
@@ -60,7 +70,13 @@ class Sequence:
     )
 
     def __init__(
-        self, work: Work, index: int, params: "SamplingParams", arrival: int, media: PromptMedia | None = None
+        self,
+        work: Work,
+        index: int,
+        params: "SamplingParams",
+        arrival: int,
+        media: PromptMedia | None = None,
+        plan: "DecodingPlan | None" = None,
     ) -> None:
         self.work = work
         self.index = index
@@ -72,6 +88,7 @@ class Sequence:
         self.phase = Phase.HELD
         self.tokens = list(work.token_ids)
         self.prompt_length = len(self.tokens)
+        self.canvas = Canvas(plan, self.tokens) if plan is not None else None
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []
         self.computed = 0
@@ -95,9 +112,50 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def unit(self) -> int:
+        """The sequence is computed in multiples of so many tokens: those of a block see each other."""
+        return 1 if self.canvas is None else self.canvas.plan.block_length
+
+    @property
+    def end(self) -> int:
+        """The position up to which a step can compute, including a block that is being decoded."""
+        return len(self.tokens) if self.canvas is None else self.canvas.end
+
+    @property
+    def settled(self) -> int:
+        """The position up to which KV is final once it is computed."""
+        return len(self.tokens) if self.canvas is None else self.canvas.start
+
+    @property
+    def reusable(self) -> int:
+        """The position up to which cached KV can be used: what gives the next logits is always computed."""
+        return len(self.tokens) - 1 if self.canvas is None else self.canvas.start
+
+    @property
     def pending(self) -> int:
-        """How many tokens have no KV yet. One means that the sequence decodes."""
-        return len(self.tokens) - self.computed
+        """How many positions have no final KV yet."""
+        return self.end - self.computed
+
+    @property
+    def decode_rows(self) -> int:
+        """The most rows of a step that decodes: a token, or a block that is decoded after a finished one."""
+        return 1 if self.canvas is None else 2 * self.unit
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the next step can compute all that is left."""
+        return self.pending <= self.decode_rows
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the KV of the prompt is computed, as far as choices can share it."""
+        return self.computed >= self.prompt_length // self.unit * self.unit
+
+    @property
+    def event_salt(self) -> str | None:
+        """What separates KV events of blocks with equal tokens."""
+        salt, variant = self.work.cache_salt, self._variant
+        return f"{variant}:{salt or ''}" if variant else salt
 
     @property
     def scored(self) -> bool:
@@ -112,10 +170,24 @@ class Sequence:
         """Return the rotary positions of tokens [start, stop)."""
         return 0 if self.media is None else self.media.positions(start, stop)
 
+    @property
+    def _variant(self) -> str:
+        return "" if self.canvas is None else self.canvas.plan.variant
+
+    def inputs(self, start: int, stop: int) -> list[int]:
+        """Return the tokens of the rows [start, stop), masks included."""
+        if self.canvas is None or stop <= self.canvas.start:
+            return self.tokens[start:stop]
+        return self.tokens[start : self.canvas.start] + self.canvas.inputs(self.tokens)
+
+    def sampled_rows(self, start: int, length: int) -> list[int]:
+        """Return which of `length` rows from `start` on, up to the end, give the logits of tokens."""
+        return [length - 1] if self.canvas is None else [position - start for position in self.canvas.masked]
+
     def hashes_of_full_blocks(self, size: int) -> list[bytes]:
         """Return the hashes of all full blocks of the tokens so far; known ones are not computed again."""
         hashes = self.hashes
-        parent = hashes[-1] if hashes else root_hash(self.work.cache_salt)
+        parent = hashes[-1] if hashes else root_hash(self.work.cache_salt, self._variant)
         spans = self.media.spans if self.media is not None else ()
         for start in range(len(hashes) * size, len(self.tokens) - size + 1, size):
             parent = block_hash(parent, self.tokens[start : start + size], media_in(spans, start, start + size))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.config.engines import TorchOptions
+from baton.config.engines import ExpertOptions, TorchOptions
 from baton.engines.torch.engine import TorchEngine
 from baton.engines.torch.vision.calls import EncodeCalls
 from baton.engines.torch.vision.encoder import VisionEncoder
@@ -16,9 +16,16 @@ from baton.status.progress_line import ProgressLine
 class TorchVisionLanguageEngine(TorchEngine):
     """A TorchEngine that is an EncodeEngine too: it has the vision tower of its model, on a thread of its own."""
 
-    def __init__(self, options: TorchOptions, directory: Path, name: str, exports_kv: bool = False) -> None:
+    def __init__(
+        self,
+        options: TorchOptions,
+        directory: Path,
+        name: str,
+        exports_kv: bool = False,
+        experts: ExpertOptions | None = None,
+    ) -> None:
         """Read the configuration. Raises ConfigError if the model has no supported tower."""
-        super().__init__(options, directory, name, exports_kv)
+        super().__init__(options, directory, name, exports_kv, experts)
         self._encoder = VisionEncoder(options, directory)
         self._calls = EncodeCalls(self._encoder)
 

@@ -17,6 +17,7 @@ from baton.engine_kit.shared_memory import Segment, open_segment
 from baton.engines.torch.arena import available_bytes
 from baton.engines.torch.loader import load_weights, mismatch, tensor_names
 from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies, read_llama_config
+from baton.engines.torch.models.experts import FusedPart, fused_parts
 from baton.errors import ConfigError, EngineDead, EngineFailed, InvalidRequest, Unsupported
 from baton.protocol.commands import (
     FromDisk,
@@ -114,7 +115,7 @@ def gather(source: WeightSource, parts: Parts, config: LlamaConfig, group: Weigh
     else:
         source = _with_own_names(source, config)
         _check(source.tensors, parts)
-        tensors = _named(source, group)
+        tensors = _without_fused(_named(source, group))
     return lambda: _replace(tensors, parts)
 
 
@@ -123,6 +124,20 @@ def _with_own_names(source: _Named, config: LlamaConfig) -> _Named:
     rename = tensor_names(config)
     specs = tuple(msgspec.structs.replace(spec, name=rename(spec.name) or spec.name) for spec in source.tensors)
     return msgspec.structs.replace(source, tensors=specs)
+
+
+def _parts_of(name: str, shape: tuple[int, ...]) -> list[FusedPart]:
+    """Return the tensors of the model that a named tensor has: those of all experts, or itself."""
+    return list(fused_parts(name, shape)) or [FusedPart(name, 0, shape)]
+
+
+def _without_fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `tensors` with those of all experts divided into those of single experts."""
+    return {
+        part.name: tensor.flatten()[part.start : part.start + math.prod(part.shape)].view(part.shape)
+        for name, tensor in tensors.items()
+        for part in _parts_of(name, tuple(tensor.shape))
+    }
 
 
 def _named(source: FromTensors | FromSharedMemory | FromGroup, group: WeightGroup | None) -> dict[str, Tensor]:
@@ -180,21 +195,29 @@ def _compare(found: LlamaConfig, config: LlamaConfig, directory: Path) -> None:
 def meaning(config: LlamaConfig) -> dict[str, object]:
     """Return the fields that define the meaning of weights, without context length and notation of positions."""
     fields = {**msgspec.structs.asdict(config), "positions": inverse_frequencies(config)}
-    ignored = {"context", "theta", "rope", "layout"} | ({"spatial"} if config.spatial is None else set())
+    ignored = {"context", "theta", "rope", "layout", "diffusion"}
+    ignored |= {field for field in ("spatial", "experts") if fields[field] is None}
+    if config.diffusion is not None:
+        fields |= {"block_length": config.diffusion.block_length, "mask_token": config.diffusion.mask_token}
     return {field: value for field, value in fields.items() if field not in ignored}
 
 
 def _check(specs: tuple[TensorSpec, ...], parts: Parts) -> None:
     if not specs:
         raise InvalidRequest("tensors: the list is empty")
-    names = [spec.name for spec in specs]
+    found = [part for spec in specs for part in _parts_of(spec.name, spec.shape)]
+    names = [part.name for part in found]
     if len(set(names)) < len(names):
         raise InvalidRequest("tensors: a name is given twice")
+    _refuse_unknown(names, parts)
+    if problem := mismatch(parts, {part.name: part.shape for part in found}, partial=True):
+        raise InvalidRequest(f"tensors: {problem}")
+
+
+def _refuse_unknown(names: list[str], parts: Parts) -> None:
     unknown = [name for name in names if name not in parts]
     if unknown:
         raise InvalidRequest(f"tensors: {unknown[0]} is not a tensor of this model")
-    if problem := mismatch(parts, {spec.name: spec.shape for spec in specs}, partial=True):
-        raise InvalidRequest(f"tensors: {problem}")
 
 
 def _replace(tensors: dict[str, Tensor], parts: Parts) -> int:

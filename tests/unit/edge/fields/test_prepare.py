@@ -249,3 +249,23 @@ def test_an_image_in_the_result_of_a_tool_becomes_base64_too() -> None:
 )
 def test_an_anthropic_image_that_is_not_in_the_request_is_refused_by_name(source: object, param: str) -> None:
     assert refusal("/v1/messages", with_image(source)).param == f"messages[0].content[1].{param}"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"steps": 0}, "diffusion.steps"),
+        ({"steps": 1.5}, "diffusion.steps"),
+        ({"block_length": 4096}, "diffusion.block_length"),
+        ({"threshold": 1.5}, "diffusion.threshold"),
+        ({"remasking": "random"}, "diffusion.remasking"),
+        ({"noise": 1}, "diffusion.noise"),
+        (5, "diffusion"),
+    ],
+)
+def test_diffusion_options_are_checked_by_name(options: object, param: str) -> None:
+    responses: dict[str, object] = {"model": "m", "input": "Hello"}
+    for path, good in {CHAT: GOOD[CHAT], COMPLETIONS: GOOD[COMPLETIONS], "/v1/responses": responses}.items():
+        assert refusal(path, {**good, "diffusion": options}).param == param
+        accepted = {"remasking": "low_confidence_static", "block_length": 8, "steps": 2, "threshold": None}
+        assert prepare(path, {**good, "diffusion": accepted})["diffusion"] == accepted

@@ -606,4 +606,4 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestInterleavings.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

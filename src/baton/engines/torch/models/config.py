@@ -8,6 +8,14 @@ from pathlib import Path
 
 import msgspec
 
+from baton.engines.torch.models.diffusion import (
+    LLADA,
+    DiffusionConfig,
+    architecture_of,
+    llada_fields,
+    read_diffusion,
+)
+from baton.engines.torch.models.experts import ExpertShape, read_experts
 from baton.engines.torch.models.vision_language import (
     LAYOUTS,
     SpatialPositions,
@@ -23,6 +31,11 @@ FAMILIES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SDARForCausalLM": "qwen3",
+    "SDARMoeForCausalLM": "qwen3_moe",
+    LLADA: "llada",
 }
 
 
@@ -74,6 +87,7 @@ class _Raw(msgspec.Struct, frozen=True, kw_only=True):
     rope_parameters: Rope | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    qkv_bias: bool = True
     mlp_bias: bool = False
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
@@ -84,7 +98,9 @@ class _Raw(msgspec.Struct, frozen=True, kw_only=True):
 class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a model of the Llama family.
 
-    `layout` is set for the language model of a vision-language model, and `spatial` if it has 3-D positions.
+    `layout` is set for the language model of a vision-language model, and `spatial` if it has 3-D positions. `experts`
+    is set for a mixture-of-experts model; then `ffn` is that of its dense layers. `diffusion` is set for a diffusion
+    language model, whose attention is causal from block to block.
     """
 
     family: str
@@ -105,6 +121,8 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool
     layout: str | None = None
     spatial: SpatialPositions | None = None
+    experts: ExpertShape | None = None
+    diffusion: DiffusionConfig | None = None
 
     @property
     def q_size(self) -> int:
@@ -123,16 +141,39 @@ def read_llama_config(directory: Path) -> LlamaConfig:
     try:
         content = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
         layout = layout_of(content)
-        raw = msgspec.convert(content if layout is None else language_fields(content), _Raw)
+        raw = msgspec.convert(_fields(content, layout, path), _Raw)
         spatial = None if layout is None else spatial_positions(content, layout)
+        family = _family(raw, layout)
+        experts = read_experts(content, family, raw.num_hidden_layers, path)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    family = _family(raw, layout)
     _refuse(raw, path)
-    config = msgspec.structs.replace(_config_of(raw, family), layout=layout, spatial=spatial)
+    config = msgspec.structs.replace(
+        _config_of(raw, family),
+        layout=layout,
+        spatial=spatial,
+        experts=experts,
+        diffusion=read_diffusion(directory, content),
+    )
     _refuse_odd_heads(config, path)
+    _refuse_mask(config, path)
     inverse_frequencies(config)  # an unknown kind of positions is refused before the weights are read
     return config
+
+
+def has_experts(directory: Path) -> bool:
+    """Whether the model in `directory` has experts; False for a model that cannot be read."""
+    try:
+        return read_llama_config(directory).experts is not None
+    except ConfigError:
+        return False
+
+
+def _fields(content: dict[str, object], layout: str | None, path: Path) -> dict[str, object]:
+    """Return the fields of the language model, under the names of a Llama."""
+    if layout is not None:
+        return language_fields(content)
+    return llada_fields(content, path) if architecture_of(content) == LLADA else content
 
 
 def _family(raw: _Raw, layout: str | None) -> str:
@@ -161,6 +202,13 @@ def _refuse_odd_heads(config: LlamaConfig, path: Path) -> None:
         )
 
 
+def _refuse_mask(config: LlamaConfig, path: Path) -> None:
+    if config.diffusion is not None and config.diffusion.mask_token >= config.vocab:
+        raise ConfigError(
+            f"{path}: mask_token_id {config.diffusion.mask_token} is not a token of this model; it has {config.vocab}"
+        )
+
+
 def _config_of(raw: _Raw, family: str) -> LlamaConfig:
     rope = _rope(raw)
     heads = raw.num_attention_heads
@@ -178,9 +226,9 @@ def _config_of(raw: _Raw, family: str) -> LlamaConfig:
         theta=rope.rope_theta or raw.rope_theta or 10000.0,
         rope=rope,
         tied=raw.tie_word_embeddings,
-        qkv_bias=family == "qwen2" or raw.attention_bias,
-        o_bias=family in ("llama", "qwen3") and raw.attention_bias,
-        qk_norm=family == "qwen3",
+        qkv_bias={"qwen2": True, "qwen2_moe": raw.qkv_bias}.get(family, raw.attention_bias),
+        o_bias=family in ("llama", "qwen3", "qwen3_moe") and raw.attention_bias,
+        qk_norm=family in ("qwen3", "qwen3_moe"),
     )
 
 

@@ -1,6 +1,7 @@
 """The Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3) over a paged KV cache, with merged projections.
 
 Weights are plain tensors in the row order of the model's files; nothing is packed, so they can be replaced in place.
+Sparse layers of the mixture-of-experts models have experts (`sparse.py`) besides or instead of a dense network.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from baton.engines.torch.models.config import LlamaConfig, inverse_frequencies
+from baton.engines.torch.models.sparse import Dispatch, ExpertWeights, RoutedLayer, carve_experts, mix_experts
 
 Carve = Callable[[tuple[int, ...]], Tensor]
 
 
 class Layer(NamedTuple):
-    """The weights of one layer. `qkv` is query, key, value rows; `gate_up` is gate, then up rows."""
+    """The weights of one layer. `qkv` is query, key, value rows; `gate_up` is gate, then up rows.
+
+    In a sparse layer, which has `experts`, `gate_up` and `down` are the shared expert's, if there is one.
+    """
 
     input_norm: Tensor
     qkv: Tensor
@@ -26,8 +31,9 @@ class Layer(NamedTuple):
     o: Tensor
     o_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
+    experts: ExpertWeights | None = None
 
 
 class Weights(NamedTuple):
@@ -39,11 +45,17 @@ class Weights(NamedTuple):
     head: Tensor
 
 
-def carve_weights(config: LlamaConfig, tensor: Carve) -> Weights:
-    """Return weights without content, each created by `tensor(shape)`."""
-    hidden, q, kv, ffn = config.hidden, config.q_size, config.kv_size, config.ffn
+def dense_ffn(config: LlamaConfig, layer: int) -> int:
+    """Return the width of the network that every token uses in a layer; 0 if a sparse layer has no shared expert."""
+    return config.experts.shared_ffn if config.experts and layer in config.experts.layers else config.ffn
 
-    def layer() -> Layer:
+
+def carve_weights(config: LlamaConfig, tensor: Carve, slots: int = 0) -> Weights:
+    """Return weights without content, each created by `tensor(shape)`. Sparse layers have `slots` for experts."""
+    hidden, q, kv = config.hidden, config.q_size, config.kv_size
+
+    def layer(number: int) -> Layer:
+        ffn = dense_ffn(config, number)
         return Layer(
             input_norm=tensor((hidden,)),
             qkv=tensor((q + 2 * kv, hidden)),
@@ -53,21 +65,26 @@ def carve_weights(config: LlamaConfig, tensor: Carve) -> Weights:
             o=tensor((hidden, q)),
             o_bias=tensor((hidden,)) if config.o_bias else None,
             post_norm=tensor((hidden,)),
-            gate_up=tensor((2 * ffn, hidden)),
-            down=tensor((hidden, ffn)),
+            gate_up=tensor((2 * ffn, hidden)) if ffn else None,
+            down=tensor((hidden, ffn)) if ffn else None,
+            experts=(
+                carve_experts(config.experts, hidden, slots, tensor)
+                if config.experts and number in config.experts.layers
+                else None
+            ),
         )
 
     embed = tensor((config.vocab, hidden))
-    layers = tuple(layer() for _ in range(config.layers))
+    layers = tuple(layer(number) for number in range(config.layers))
     return Weights(embed, layers, tensor((hidden,)), embed if config.tied else tensor((config.vocab, hidden)))
 
 
 def named_parts(config: LlamaConfig, weights: Weights) -> dict[str, Tensor]:
-    """Return the target of each tensor of the model's files, by its name there."""
+    """Return the target of each tensor of the model's files, by its name there, without those of routed experts."""
     parts = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}
     if not config.tied:
         parts["lm_head.weight"] = weights.head
-    q, kv, ffn = config.q_size, config.kv_size, config.ffn
+    q, kv = config.q_size, config.kv_size
     for number, layer in enumerate(weights.layers):
         prefix = f"model.layers.{number}."
         parts[prefix + "input_layernorm.weight"] = layer.input_norm
@@ -83,9 +100,22 @@ def named_parts(config: LlamaConfig, weights: Weights) -> dict[str, Tensor]:
         if layer.q_norm is not None and layer.k_norm is not None:
             parts[prefix + "self_attn.q_norm.weight"] = layer.q_norm
             parts[prefix + "self_attn.k_norm.weight"] = layer.k_norm
-        parts[prefix + "mlp.gate_proj.weight"] = layer.gate_up[:ffn]
-        parts[prefix + "mlp.up_proj.weight"] = layer.gate_up[ffn:]
-        parts[prefix + "mlp.down_proj.weight"] = layer.down
+        parts |= _named_network(prefix + "mlp.", layer, dense_ffn(config, number))
+    return parts
+
+
+def _named_network(prefix: str, layer: Layer, ffn: int) -> dict[str, Tensor]:
+    """Return the named targets of what follows attention in a layer."""
+    parts: dict[str, Tensor] = {}
+    if layer.experts is not None:
+        parts[prefix + "gate.weight"] = layer.experts.router
+        if layer.experts.shared_gate is not None:
+            parts[prefix + "shared_expert_gate.weight"] = layer.experts.shared_gate
+        prefix += "shared_expert."
+    if layer.gate_up is not None and layer.down is not None:
+        parts[prefix + "gate_proj.weight"] = layer.gate_up[:ffn]
+        parts[prefix + "up_proj.weight"] = layer.gate_up[ffn:]
+        parts[prefix + "down_proj.weight"] = layer.down
     return parts
 
 
@@ -99,21 +129,32 @@ def rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> 
 class Span(NamedTuple):
     """A part of a prompt: rows [first, first + length) of the step, after `before` tokens that are in the cache.
 
-    `slots` are the cache rows of all tokens up to its end.
+    `slots` are the cache rows of all tokens up to its end. A row sees the tokens up to the end of its block, which has
+    `block` tokens; with 1 attention is causal.
     """
 
     first: int
     length: int
     before: int
     slots: Tensor
+    block: int = 1
 
 
 class Decodes(NamedTuple):
-    """Rows [first, first + n) that decode: the cache rows of each, padded to the longest, and their mask."""
+    """Rows that decode: from `first` on, n times `block` rows, each so many for one block of tokens.
+
+    The rows of a block see the same tokens: `slots` are their cache rows, [n, longest], and `mask` hides the padding.
+    """
 
     first: int
     slots: Tensor
     mask: Tensor
+    block: int = 1
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the step."""
+        return slice(self.first, self.first + len(self.slots) * self.block)
 
 
 class Step(NamedTuple):
@@ -127,19 +168,31 @@ class Step(NamedTuple):
     positions: Tensor
     slots: Tensor
     spans: list[Span]
-    decodes: Decodes | None
+    decodes: Sequence[Decodes]
     embedded: Sequence[tuple[int, Tensor]] = ()
 
 
 class LlamaModel:
     """The forward pass in torch. `kv` is [layers, 2, slots, kv_heads, head_dim], where a slot holds one token."""
 
-    def __init__(self, config: LlamaConfig, weights: Weights, kv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Weights,
+        kv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        dispatch: Dispatch | None = None,
+    ) -> None:
+        """`dispatch` selects the slots of a mixture-of-experts model."""
         self._config = config
         self._weights = weights
         self._kv = kv
         self._cos = cos
         self._sin = sin
+        self._dispatch = dispatch
+        self.routed: list[RoutedLayer] = []
+        """The experts and slots of each row of the last pass, for each sparse layer."""
 
     def forward(self, step: Step) -> Tensor:
         """Compute all rows, write their keys and values to the cache, and return the last hidden states."""
@@ -148,18 +201,34 @@ class LlamaModel:
         for first, rows in step.embedded:
             x[first : first + len(rows)] = rows
         cos, sin = self._angles(self._cos, step.positions), self._angles(self._sin, step.positions)
+        self.routed = []
         for layer, (keys, values) in zip(self._weights.layers, self._kv, strict=True):
             h = F.rms_norm(x, (config.hidden,), layer.input_norm, config.eps)
             attended = self._attend(layer, F.linear(h, layer.qkv, layer.qkv_bias), cos, sin, keys, values, step)
             x = x + F.linear(attended, layer.o, layer.o_bias)
             h = F.rms_norm(x, (config.hidden,), layer.post_norm, config.eps)
-            gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + self._network(layer, h, step.positions)
         return F.rms_norm(x, (config.hidden,), self._weights.norm, config.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits for rows of hidden states."""
         return F.linear(hidden, self._weights.head).float()
+
+    def _network(self, layer: Layer, h: Tensor, positions: Tensor) -> Tensor:
+        """What follows attention: the dense network, or the experts of each row and the shared one."""
+        out: Tensor | None = None
+        if layer.gate_up is not None and layer.down is not None:
+            gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, layer.down)
+        if layer.experts is None or self._dispatch is None or self._config.experts is None:
+            assert out is not None
+            return out
+        if out is not None and layer.experts.shared_gate is not None:
+            out = torch.sigmoid(F.linear(h, layer.experts.shared_gate)) * out
+        slots = self._dispatch.layer(len(self.routed))
+        mixed, routed = mix_experts(self._config.experts, layer.experts, slots, h, positions)
+        self.routed.append(routed)
+        return mixed if out is None else mixed + out
 
     def _angles(self, table: Tensor, positions: Tensor) -> Tensor:
         """Return the cosines or sines of each row, [rows, 1, head_dim / 2]."""
@@ -188,11 +257,11 @@ class LlamaModel:
         for span in step.spans:
             part = slice(span.first, span.first + span.length)
             if span.before:
-                out[part] = _attend_span(q[part], keys[span.slots], values[span.slots], span.before)
+                out[part] = _attend_span(q[part], keys[span.slots], values[span.slots], span.before, span.block)
             else:
-                out[part] = _attend_span(q[part], k[part], v[part], 0)
-        if step.decodes is not None:
-            out[step.decodes.first :] = _attend_decodes(q[step.decodes.first :], keys, values, step.decodes)
+                out[part] = _attend_span(q[part], k[part], v[part], 0, span.block)
+        for decodes in step.decodes:
+            out[decodes.rows] = _attend_decodes(q[decodes.rows], keys, values, decodes)
         return out.view(len(qkv), heads * size)
 
 
@@ -202,24 +271,27 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def _attend_span(q: Tensor, k: Tensor, v: Tensor, before: int) -> Tensor:
-    """Causal attention of consecutive rows, after `before` keys of earlier rows."""
+def _attend_span(q: Tensor, k: Tensor, v: Tensor, before: int, block: int) -> Tensor:
+    """Attention of consecutive rows, after `before` keys of earlier rows, each to the end of its block."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    if before == 0:
+    if before == 0 and block == 1:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_(before)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        positions = torch.arange(k.shape[2], device=q.device)
+        ends = (positions[before:] // block + 1) * block
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=positions < ends.unsqueeze(1))
     return out.squeeze(0).transpose(0, 1)
 
 
 def _attend_decodes(q: Tensor, keys: Tensor, values: Tensor, decodes: Decodes) -> Tensor:
-    """Attention of one query per sequence: query heads that share a key head are the rows of one attention call."""
+    """Attention of one block per sequence: all its queries that share a key head are the rows of one attention call."""
     rows, heads, size = q.shape
-    kv_heads = keys.shape[1]
+    kv_heads, block = keys.shape[1], decodes.block
     k, v = keys[decodes.slots].transpose(1, 2), values[decodes.slots].transpose(1, 2)
-    grouped = q.view(rows, kv_heads, heads // kv_heads, size)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=decodes.mask).reshape(rows, heads, size)
+    by_position = (rows // block, block, kv_heads, heads // kv_heads, size)
+    grouped = q.view(by_position).transpose(1, 2).reshape(rows // block, kv_heads, -1, size)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=decodes.mask)
+    return out.reshape(rows // block, kv_heads, block, -1, size).transpose(1, 2).reshape(rows, heads, size)

@@ -27,7 +27,7 @@ struct bf16 {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kTile = 6;
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kTile = 2;
+constexpr int kLanes = 8, kTile = 3;
 #else
 constexpr int kLanes = 4, kTile = 4;
 #endif
@@ -152,6 +152,19 @@ static inline float sum(Floats value) {
 #endif
 }
 
+// The sums of four vectors, each in the order of sum().
+static inline void sum_four(const Floats values[4], float* sums) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    __m128 r[4];
+    for (int i = 0; i < 4; ++i)
+        r[i] = _mm_add_ps(_mm256_castps256_ps128((__m256)values[i]), _mm256_extractf128_ps((__m256)values[i], 1));
+    _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
+    _mm_storeu_ps(sums, _mm_add_ps(_mm_add_ps(r[0], r[2]), _mm_add_ps(r[1], r[3])));
+#else
+    for (int i = 0; i < 4; ++i) sums[i] = sum(values[i]);
+#endif
+}
+
 template <int P>
 static inline void fetch(const void* line) {
     if (P > 0) __builtin_prefetch(line, 0, 3);
@@ -175,13 +188,14 @@ static inline void tile(const W* const weights[4], int width, const A* inputs, s
             for (int n = 0; n < N; ++n) acc[m][n] = multiply_add(w, in[n], acc[m][n]);
         }
     }
-    for (int n = 0; n < N; ++n)
-        for (int m = 0; m < 4; ++m) {
-            float total = sum(acc[m][n]);
+    for (int n = 0; n < N; ++n) {
+        const Floats four[4] = {acc[0][n], acc[1][n], acc[2][n], acc[3][n]};
+        float* to = out + n * stride;
+        sum_four(four, to);
+        for (int m = 0; m < 4 && k < width; ++m)
             for (int i = k; i < width; ++i)
-                total = multiply_add(widen(weights[m][i]), widen(inputs[n * pitch + i]), total);
-            out[n * stride + m] = total;
-        }
+                to[m] = multiply_add(widen(weights[m][i]), widen(inputs[n * pitch + i]), to[m]);
+    }
 }
 
 #if defined(__AVX512BF16__)
@@ -274,6 +288,15 @@ static inline void tiles(const W* const weights[4], int width, const A* inputs, 
 template <class W, class A>
 static inline void multiply(const W* weights, int count, int width, const A* inputs, size_t pitch, int rows, float* out,
                             size_t stride) {
+    // Measured with AVX2: so many rows at once that they stay in the first cache beside four rows of weights, which then
+    // come from the second.
+    int fitting = (int(kNearBytes / width) - 4 * int(sizeof(W))) / int(sizeof(A)) / kTile * kTile;
+    if (kLanes == 8 && fitting >= 2 * kTile && rows > fitting) {
+        for (int row = 0; row < rows; row += fitting)
+            multiply(weights, count, width, inputs + row * pitch, pitch, rows - row < fitting ? rows - row : fitting,
+                     out + row * stride, stride);
+        return;
+    }
     ptrdiff_t ahead = ptrdiff_t(width) * 4 * ((kAheadBytes + 4 * width * sizeof(W) - 1) / (4 * width * sizeof(W)));
     int m = 0;
     for (; m + 4 <= count; m += 4) {

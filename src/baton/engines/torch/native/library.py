@@ -10,14 +10,15 @@ from baton.engine_kit.cpp_build import BuildError, cpu_features, load_library
 
 log = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "attention.hpp", "kernels.hpp", "pool.hpp"))
+_NAMES = ("step.cpp", "attention.hpp", "experts.hpp", "kernels.hpp", "layers.hpp", "pool.hpp", "sparse.hpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 # Without -ffast-math: NaN and infinity must reach the logits. With -ffp-contract=off: a compiler that is free to fuse
 # products into sums does so in some loops only, and a row would depend on the batch it is in.
 FLAGS = ("-O3", "-w", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread")
 
 
 class Shape(ctypes.Structure):
-    """The shape of a model, with the fields of `Shape` in step.cpp."""
+    """The shape of a model, with the fields of `Shape` in layers.hpp."""
 
     _fields_ = [
         ("layers", c_int32),
@@ -33,6 +34,13 @@ class Shape(ctypes.Structure):
         ("is_bf16", c_int32),
         ("time_pairs", c_int32),
         ("height_pairs", c_int32),
+        ("experts", c_int32),
+        ("experts_per_token", c_int32),
+        ("expert_ffn", c_int32),
+        ("shared_ffn", c_int32),
+        ("normalised", c_int32),
+        ("slots", c_int32),
+        ("ranks", c_int32),
         ("eps", c_float),
     ]
 
@@ -56,6 +64,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.baton_decoder_new.restype = c_void_p
     library.baton_decoder_bind.argtypes = [c_void_p] * 5
     library.baton_decoder_bind.restype = None
+    library.baton_decoder_dispatch.argtypes = [c_void_p, c_void_p, c_void_p, c_int, c_int]
+    library.baton_decoder_dispatch.restype = None
+    library.baton_decoder_record.argtypes = [c_void_p, c_void_p, c_void_p]
+    library.baton_decoder_record.restype = None
     library.baton_decoder_forward.argtypes = [c_void_p, c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p]
     library.baton_decoder_forward.restype = c_int
     library.baton_decoder_score.argtypes = [c_void_p, c_int, c_void_p, c_void_p]

@@ -61,7 +61,23 @@ public:
             uint64_t begin = uint64_t(items) * t / threads_, end = uint64_t(items) * (t + 1) / threads_;
             ticket(phase, t).store(uint64_t(next & 0xffff) << 48 | begin << 24 | end, std::memory_order_relaxed);
         }
+        left_[phase].stride.store(1, std::memory_order_relaxed);
         left_[phase].word.store(uint64_t(next) << 32 | uint32_t(items), std::memory_order_relaxed);
+    }
+
+    // Says how many items a phase has while a run is under way: an item of an earlier phase calls it. The threads are in
+    // `groups`, thread t in group t % groups. The items before ends[0] are for the first group, and so on: a thread takes
+    // those of its own group only.
+    void replan(int phase, const int* ends, int groups) {
+        uint32_t now = generation_.load(std::memory_order_relaxed);
+        for (int t = 0; t < threads_; ++t) {
+            int group = t % groups, size = (threads_ - group + groups - 1) / groups, index = t / groups;
+            uint64_t first = group ? ends[group - 1] : 0, items = ends[group] - first;
+            uint64_t begin = first + items * index / size, end = first + items * (index + 1) / size;
+            ticket(phase, t).store(uint64_t(now & 0xffff) << 48 | begin << 24 | end, std::memory_order_relaxed);
+        }
+        left_[phase].stride.store(groups, std::memory_order_relaxed);
+        left_[phase].word.store(uint64_t(now) << 32 | uint32_t(ends[groups - 1]), std::memory_order_relaxed);
     }
 
     // Runs all phases, in order; every phase has been planned. The calling thread works too, and can do all of it.
@@ -75,6 +91,7 @@ private:
     // A ticket word is generation:16 | next:24 | end:24, so that a thread late from an earlier run cannot take an item.
     struct alignas(64) Line {
         std::atomic<uint64_t> word{0};
+        std::atomic<int> stride{1};  // Of the threads that share the items of a phase.
     };
 
     // Spinning past this is waiting for a thread that has lost its core; sleeping lets it have ours.
@@ -95,8 +112,11 @@ private:
     void run_phases(uint32_t generation, int thread) {
         for (int phase = 0; phase < int(left_.size()); ++phase) {
             uint32_t done = 0;
+            // Where threads are missing, the others do their work.
+            int stride = int(workers_.size()) + 1 < threads_ ? 1 : left_[phase].stride.load(std::memory_order_relaxed);
             for (int step = 0; step < threads_; ++step) {
                 int owner = (thread + step) % threads_, item;
+                if (owner % stride != thread % stride) continue;
                 while ((item = claim(phase, owner, generation)) >= 0) work_(self_, phase, item, thread, done++ == 0);
             }
             std::atomic<uint64_t>& left = left_[phase].word;

@@ -6,24 +6,22 @@
 
 #include "attention.hpp"
 #include "kernels.hpp"
+#include "layers.hpp"
 #include "pool.hpp"
+#include "sparse.hpp"
 
 namespace baton {
-
-struct Shape {
-    int32_t layers, hidden, ffn, heads, kv_heads, head_dim, vocab, context, blocks, block_size, is_bf16;
-    // How many pairs of dimensions of a head turn with the time and the height of a row; the rest turn with its width.
-    int32_t time_pairs, height_pairs;
-    float eps;
-};
 
 enum Status { kOk, kBadToken, kBadPosition, kBadBlock, kNoMemory, kBadRow };
 
 // Consecutive tokens of one sequence: `count` rows of the step from `row` on, the first at index `start` of it. Their
-// rotary positions are their indexes plus `shift`, or three for each row where `spatial` is not null.
+// rotary positions are their indexes plus `shift`, or three for each row where `spatial` is not null. A row sees the
+// tokens up to the end of its block of `block` tokens, as far as the piece has them.
 struct Piece {
-    int row, count, start, table_width, shift;
+    int row, count, start, table_width, shift, block;
     const int32_t *table, *tokens, *spatial;
+    // How many tokens of the sequence row `i` of the piece sees.
+    int seen(int i) const { return std::min(start + count, ((start + i) / block + 1) * block); }
 };
 
 // Rows to compute logits for; the first `count` where `rows` is null.
@@ -37,43 +35,18 @@ class Decoder {
 public:
     virtual ~Decoder() = default;
     virtual void bind(const void* const* weights, void* kv, const float* cos, const float* sin) = 0;
+    virtual void dispatch(const Dispatch& dispatch) = 0;
+    virtual void record(int32_t* experts, int32_t* slots) = 0;
     virtual Status forward(int pieces, const int32_t* packed, const void* const* embedded, const Wanted& wanted) = 0;
     virtual Status score(const Wanted& wanted) = 0;
 };
 
-// A buffer that only grows; what it held is lost when it does.
-template <class T>
-class Buffer {
-public:
-    T* reserve(size_t count) {
-        if (count > size_) {
-            data_.reset();
-            size_ = 0;
-            data_.reset(new (std::align_val_t(64)) T[count]());
-            size_ = count;
-        }
-        return data_.get();
-    }
-    T* get() const { return data_.get(); }
-
-private:
-    struct Free {
-        void operator()(T* data) const { operator delete[](data, std::align_val_t(64)); }
-    };
-    std::unique_ptr<T[], Free> data_;
-    size_t size_ = 0;
-};
-
-// Rows of a power of two bytes would all fall into the same few lines of the cache.
-static size_t pitch_of(int width) { return (size_t(width) + 31) / 32 * 32 + 32; }
-
 template <class W>
 class Model final : public Decoder {
     using A = typename Input<W>::type;
+    using Layer = baton::Layer<W>;
+    using Scratch = baton::Scratch<W>;
 
-    struct Layer {
-        const W *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *down;
-    };
     // What one thread attends to at once: some rows of a piece, over all spans of keys in turn; or one row of a long
     // context over one span of many, so that a single row can keep several threads busy. The sums are the same.
     struct Task {
@@ -83,28 +56,8 @@ class Model final : public Decoder {
     struct Angles {
         const float *cos = nullptr, *sin = nullptr;
     };
-    struct alignas(64) Scratch {
-        int block = 0;  // whose rows are in `inputs`
-        Buffer<A> inputs, packed, turned;
-        Buffer<float> out, mixed, more;
-        Buffer<Softmax> sums;
-        Buffer<const W*> keys, values;
-    };
-    // The items of a product: rows of inputs are divided evenly into blocks, columns of results into chunks. An item is
-    // one chunk for one block; those of a block follow each other, so that a thread has few blocks to normalise.
-    struct Grid {
-        int rows, columns, step, chunks, blocks;
-        int items() const { return chunks * blocks; }
-    };
-    struct Cell {
-        int block, row, rows, column, columns;
-    };
-    enum Phase { kQkv, kAttention, kO, kGateUp, kDown, kPhases };
-    static constexpr int kMostChunkRows = 64;
-    static constexpr size_t kChunkBytes = 64 << 10;
-    // Inputs of so many rows stay in the second cache while weights pass; fewer rows would not be worth the weights.
-    static constexpr size_t kBlockBytes = 128 << 10;
-    static constexpr int kLeastBlockRows = 64;
+    // A dense layer neither routes nor mixes. How much a sparse layer does in between depends on the routes of its rows.
+    enum Phase { kQkv, kAttention, kO, kRoute, kGateUp, kDown, kMix, kPhases };
     // Queries of one task, and the rows of a piece from which on they are not done one by one.
     static constexpr int kTaskQueries = 96, kManyRows = 4;
 
@@ -113,7 +66,9 @@ public:
         : s_(shape),
           group_(shape.heads / shape.kv_heads),
           q_size_(shape.heads * shape.head_dim),
+          groups_(std::min(threads, std::max(1, int(shape.ranks)))),
           layers_(shape.layers),
+          sparse_(shape, groups_),
           scratch_(threads),
           pool_(threads, shape.layers * kPhases + 1, &Model::call, this) {}
 
@@ -122,18 +77,27 @@ public:
         embed_ = take();
         norm_ = take();
         head_ = take();
-        for (Layer& layer : layers_)
-            for (const W** field : {&layer.input_norm, &layer.qkv, &layer.qkv_bias, &layer.q_norm, &layer.k_norm,
-                                    &layer.o, &layer.o_bias, &layer.post_norm, &layer.gate_up, &layer.down})
+        int sparse = 0;
+        for (Layer& layer : layers_) {
+            for (const W** field :
+                 {&layer.input_norm, &layer.qkv, &layer.qkv_bias, &layer.q_norm, &layer.k_norm, &layer.o, &layer.o_bias,
+                  &layer.post_norm, &layer.gate_up, &layer.down, &layer.router, &layer.expert_gate_up,
+                  &layer.expert_down, &layer.shared_gate})
                 *field = take();
+            layer.sparse = layer.router ? sparse++ : -1;
+        }
         kv_ = static_cast<W*>(kv);
         cos_ = cos;
         sin_ = sin;
     }
 
+    void dispatch(const Dispatch& dispatch) override { sparse_.dispatch(dispatch); }
+    void record(int32_t* experts, int32_t* slots) override { sparse_.record(experts, slots); }
+
     // `packed` has, for each piece: count of tokens, index of the first, count of blocks, shift of the rotary positions,
-    // 1 if each row has three of them instead, the blocks, the tokens, and those positions. `embedded` has, for each
-    // row, what it begins with instead of the embedding of its token, or null; it may be null itself.
+    // 1 if each row has three of them instead, tokens that see each other, the blocks, the tokens, and those positions.
+    // `embedded` has, for each row, what it begins with instead of the embedding of its token, or null; it may be null
+    // itself.
     Status forward(int pieces, const int32_t* packed, const void* const* embedded, const Wanted& wanted) override {
         take_pieces(pieces, packed);
         embedded_ = embedded;
@@ -143,11 +107,14 @@ public:
         computed_ = 0;
         prepare();
         for (int phase = 0; phase < s_.layers * kPhases; phase += kPhases) {
+            bool dense = layers_[phase / kPhases].sparse < 0;
             pool_.plan(phase + kQkv, qkv_.items());
             pool_.plan(phase + kAttention, int(tasks_.size()) * s_.kv_heads);
             pool_.plan(phase + kO, o_.items());
-            pool_.plan(phase + kGateUp, gate_up_.items());
-            pool_.plan(phase + kDown, down_.items());
+            pool_.plan(phase + kRoute, dense ? 0 : sparse_.route_items());
+            pool_.plan(phase + kGateUp, dense ? gate_up_.items() : 0);
+            pool_.plan(phase + kDown, dense ? down_.items() : 0);
+            pool_.plan(phase + kMix, dense ? 0 : sparse_.mix_items());
         }
         plan_head();
         pool_.run();
@@ -171,8 +138,9 @@ private:
         pieces_.clear();
         rows_ = 0;
         for (int i = 0; i < count; ++i) {
-            const int32_t *table = packed + 5, *tokens = table + packed[2], *end = tokens + packed[0];
-            Piece piece{rows_, packed[0], packed[1], packed[2], packed[3], table, tokens, packed[4] ? end : nullptr};
+            const int32_t *table = packed + 6, *tokens = table + packed[2], *end = tokens + packed[0];
+            Piece piece{rows_,     packed[0], packed[1], packed[2], packed[3],
+                        packed[5], table,     tokens,    packed[4] ? end : nullptr};
             pieces_.push_back(piece);
             rows_ += piece.count;
             packed = packed[4] ? end + 3 * piece.count : end;
@@ -184,8 +152,8 @@ private:
             for (int i = 0; i < piece.count; ++i)
                 if (uint32_t(piece.tokens[i]) >= uint32_t(s_.vocab)) return kBadToken;
             int64_t end = int64_t(piece.start) + piece.count;
-            if (piece.start < 0 || end > s_.context || end > int64_t(piece.table_width) * s_.block_size)
-                return kBadPosition;
+            if (piece.start < 0 || piece.block < 1) return kBadPosition;
+            if (end > s_.context || end > int64_t(piece.table_width) * s_.block_size) return kBadPosition;
             if (!check_rotary(piece)) return kBadPosition;
             for (int i = 0; i * s_.block_size < end; ++i)
                 if (uint32_t(piece.table[i]) >= uint32_t(s_.blocks)) return kBadBlock;
@@ -212,14 +180,15 @@ private:
     void prepare() {
         size_t rows = rows_;
         plan_attention();
-        qkv_ = grid(rows_, q_size_ + 2 * s_.kv_heads * s_.head_dim, s_.hidden, s_.head_dim);
-        o_ = grid(rows_, s_.hidden, q_size_, chunk_rows(q_size_));
-        gate_up_ = grid(rows_, s_.ffn, s_.hidden, chunk_rows(s_.hidden));
-        down_ = grid(rows_, s_.hidden, s_.ffn, chunk_rows(s_.ffn));
+        qkv_ = Items<W>::grid(rows_, q_size_ + 2 * s_.kv_heads * s_.head_dim, s_.hidden, s_.head_dim);
+        o_ = Items<W>::grid(rows_, s_.hidden, q_size_);
+        gate_up_ = Items<W>::grid(rows_, s_.ffn, s_.hidden);
+        down_ = Items<W>::grid(rows_, s_.hidden, s_.ffn);
         x_.reserve(rows * s_.hidden);
         q_.reserve(rows * q_size_);
         attended_.reserve(rows * pitch_of(q_size_));
         gated_.reserve(rows * pitch_of(s_.ffn));
+        sparse_.prepare(rows_, x_.get());
         angles_.reserve(rows);
         slots_.reserve(rows);
         size_t spatial = 0;
@@ -248,11 +217,12 @@ private:
 
     // Room for the rows that one item of a phase works on.
     void reserve_rows(int rows) {
-        auto most = [&](int width) { return size_t(std::min(std::max(rows, wanted_.count), most_rows(width))); };
-        size_t widest = std::max<size_t>(s_.head_dim, 2 * kMostChunkRows);
+        auto most = [&](int width) { return size_t(std::min(std::max(rows, wanted_.count), Items<W>::most_rows(width))); };
+        size_t widest = std::max<size_t>(s_.head_dim, 2 * Items<W>::kMostChunkRows);
+        int narrowest = std::min({s_.hidden, q_size_, s_.ffn, s_.shared_ffn ? s_.shared_ffn : s_.ffn});
         for (Scratch& scratch : scratch_) {
             scratch.inputs.reserve(most(s_.hidden) * pitch_of(s_.hidden));
-            scratch.out.reserve(most(std::min({s_.hidden, q_size_, s_.ffn})) * widest);
+            scratch.out.reserve(most(narrowest) * widest);
         }
     }
 
@@ -262,6 +232,7 @@ private:
         if (embedded_ && embedded_[row]) from = static_cast<const W*>(embedded_[row]);
         float* x = x_.get() + size_t(row) * s_.hidden;
         for (int d = 0; d < s_.hidden; ++d) x[d] = widen(from[d]);
+        sparse_.place(row, position);
         slots_.get()[row] = size_t(piece.table[position / s_.block_size]) * s_.block_size + position % s_.block_size;
     }
 
@@ -295,7 +266,7 @@ private:
                 continue;
             }
             for (int row = 0; row < piece.count; ++row) {
-                int parts = (piece.start + row) / kSpan + 1;
+                int parts = (piece.seen(row) - 1) / kSpan + 1;
                 for (int part = 0; part < parts; ++part) tasks_.push_back({number, row, 1, part, parts, places++});
             }
         }
@@ -309,29 +280,11 @@ private:
     }
 
     void plan_head() {
-        head_of_ = grid(wanted_.count, s_.vocab, s_.hidden, chunk_rows(s_.hidden));
+        head_of_ = Items<W>::grid(wanted_.count, s_.vocab, s_.hidden);
         pool_.plan(s_.layers * kPhases, head_of_.items());
     }
 
     int mixed_pitch() const { return whole_lanes(s_.head_dim); }
-
-    static int most_rows(int width) {
-        return std::max(kLeastBlockRows, int(kBlockBytes / (pitch_of(width) * sizeof(A))));
-    }
-    static int chunk_rows(int width) {
-        return std::clamp(int(kChunkBytes / (size_t(width) * sizeof(W))) / 4 * 4, 4, kMostChunkRows);
-    }
-    static Grid grid(int rows, int columns, int width, int step) {
-        int most = most_rows(width);
-        return {rows, columns, step, (columns + step - 1) / step, (rows + most - 1) / most};
-    }
-    static Cell cell(const Grid& grid, int item) {
-        int block = grid.blocks == 1 ? 0 : item / grid.chunks, column = (item - block * grid.chunks) * grid.step;
-        int columns = std::min(grid.step, grid.columns - column);
-        if (grid.blocks == 1) return {0, 0, grid.rows, column, columns};
-        int row = int(int64_t(grid.rows) * block / grid.blocks);
-        return {block, row, int(int64_t(grid.rows) * (block + 1) / grid.blocks) - row, column, columns};
-    }
 
     static void call(void* self, int phase, int item, int thread, bool first) {
         static_cast<Model*>(self)->work(phase, item, thread, first);
@@ -346,20 +299,22 @@ private:
             case kQkv: return qkv_head(layer, index, item, first, scratch);
             case kAttention: return attend(index, tasks_[item / s_.kv_heads], item % s_.kv_heads, scratch);
             case kO: return residual_chunk(layer.o, layer.o_bias, attended_.get(), q_size_, cell(o_, item), scratch);
-            case kGateUp: return gate_up_chunk(layer, cell(gate_up_, item), first, scratch);
-            case kDown: return residual_chunk(layer.down, nullptr, gated_.get(), s_.ffn, cell(down_, item), scratch);
+            case kRoute: return route(layer, index, item, first, scratch);
+            case kGateUp:
+                if (layer.sparse >= 0) return sparse_.gate_up(layer, item, first, scratch);
+                return gate_up_chunk(layer, cell(gate_up_, item), first, scratch);
+            case kDown:
+                if (layer.sparse >= 0) return sparse_.down(layer, item, scratch);
+                return residual_chunk(layer.down, nullptr, gated_.get(), s_.ffn, cell(down_, item), scratch);
+            case kMix: return sparse_.mix(item);
         }
     }
 
-    // Each thread makes its own copy: cheaper than one more phase.
-    void normalise_rows(const W* weight, const Cell& at, const int32_t* picked, bool first, Scratch& scratch) const {
-        if (first || scratch.block != at.block)
-            for (int i = 0; i < at.rows; ++i) {
-                size_t row = picked ? picked[at.row + i] : at.row + i;
-                normalise(x_.get() + row * s_.hidden, weight, s_.hidden, s_.eps,
-                          scratch.inputs.get() + i * pitch_of(s_.hidden));
-            }
-        scratch.block = at.block;
+    // When all rows have their experts, the next two phases of the layer can be planned.
+    void route(const Layer& layer, int index, int item, bool first, Scratch& scratch) {
+        if (!sparse_.route(layer, item, first, scratch)) return;
+        pool_.replan(index * kPhases + kGateUp, sparse_.gate_up_tasks().ends.data(), groups_);
+        pool_.replan(index * kPhases + kDown, sparse_.down_tasks().ends.data(), groups_);
     }
 
     // The keys of one layer and head; the values follow after as much as all keys of the layer take.
@@ -373,7 +328,7 @@ private:
     void qkv_head(const Layer& layer, int index, int item, bool first, Scratch& scratch) const {
         Cell at = cell(qkv_, item);
         int size = s_.head_dim, half = size / 2, head = item - at.block * qkv_.chunks;
-        normalise_rows(layer.input_norm, at, nullptr, first, scratch);
+        normalise_rows(x_.get(), layer.input_norm, s_, at, nullptr, first, scratch);
         float* out = scratch.out.get();
         multiply(layer.qkv + size_t(at.column) * s_.hidden, size, s_.hidden, scratch.inputs.get(), pitch_of(s_.hidden),
                  at.rows, out, size);
@@ -410,7 +365,7 @@ private:
     // All query heads that share one key head, for the rows and spans of a task.
     void attend(int layer, const Task& task, int head, Scratch& scratch) {
         const Piece& piece = pieces_[task.piece];
-        int row = piece.row + task.first, end = piece.start + task.first + task.rows;
+        int row = piece.row + task.first, end = piece.seen(task.first + task.rows - 1);
         if (task.parts > 1) return attend_part(layer, task, head, scratch);
         float* mixed = scratch.mixed.get();
         Softmax* sums = scratch.sums.get();
@@ -424,7 +379,7 @@ private:
     void attend_to(int layer, const Task& task, int head, int begin, bool first, float* mixed, Softmax* sums,
                    Scratch& scratch) const {
         const Piece& piece = pieces_[task.piece];
-        int end = std::min(piece.start + task.first + task.rows, begin + kSpan);
+        int end = std::min(piece.seen(task.first + task.rows - 1), begin + kSpan);
         const W **keys = scratch.keys.get(), **values = scratch.values.get();
         int count = gather(layer, piece, head, begin, end, keys, values);
         if (task.rows * group_ <= kQueries && s_.head_dim % kLanes == 0)
@@ -439,13 +394,13 @@ private:
     void attend_with(const Span& span, const Task& task, int head, int begin, bool first, float* mixed,
                      Softmax* sums, Scratch& scratch) const {
         const Piece& piece = pieces_[task.piece];
-        int position = piece.start + task.first, pitch = mixed_pitch();
+        int pitch = mixed_pitch(), skipped = begin / piece.block * piece.block - piece.start - task.first;
         const A* from = queries(piece.row + task.first, head);
         Softmax added[kQueries];
-        // Rows before the span see nothing of it.
-        for (int query = std::max(0, begin - position) * group_, size; query < task.rows * group_; query += size) {
+        // Rows of blocks before the span see nothing of it.
+        for (int query = std::max(0, skipped) * group_, size; query < task.rows * group_; query += size) {
             size = std::min(kQueries, task.rows * group_ - query);
-            auto seen = [&](int n) { return std::min(kSpan, position + (query + n) / group_ + 1 - begin); };
+            auto seen = [&](int n) { return std::min(kSpan, piece.seen(task.first + (query + n) / group_) - begin); };
             float *to = mixed + query * pitch, *more = first ? to : scratch.more.get();
             attend_to_span(size, span, s_.head_dim, from + query * s_.head_dim, seen, more,
                            first ? sums + query : added);
@@ -504,24 +459,19 @@ private:
     }
 
     void gate_up_chunk(const Layer& layer, const Cell& at, bool first, Scratch& scratch) const {
-        normalise_rows(layer.post_norm, at, nullptr, first, scratch);
-        int count = at.columns;
-        float* out = scratch.out.get();
-        for (int of_up = 0; of_up < 2; ++of_up)
-            multiply(layer.gate_up + (size_t(of_up) * s_.ffn + at.column) * s_.hidden, count, s_.hidden,
-                     scratch.inputs.get(), pitch_of(s_.hidden), at.rows, out + of_up * count, 2 * count);
-        for (int row = at.row; row < at.row + at.rows; ++row, out += 2 * count)
-            gate<W>(out, out + count, count, gated_.get() + row * pitch_of(s_.ffn) + at.column);
+        normalise_rows(x_.get(), layer.post_norm, s_, at, nullptr, first, scratch);
+        gate_up_product<W, A>(layer.gate_up, s_.hidden, s_.ffn, at, scratch.inputs.get(),
+                              gated_.get() + at.row * pitch_of(s_.ffn), scratch);
     }
 
     void head_chunk(const Cell& at, bool first, Scratch& scratch) const {
-        normalise_rows(norm_, at, wanted_.rows, first, scratch);
+        normalise_rows(x_.get(), norm_, s_, at, wanted_.rows, first, scratch);
         multiply(head_ + size_t(at.column) * s_.hidden, at.columns, s_.hidden, scratch.inputs.get(),
                  pitch_of(s_.hidden), at.rows, wanted_.logits + size_t(at.row) * s_.vocab + at.column, s_.vocab);
     }
 
     const Shape s_;
-    const int group_, q_size_;
+    const int group_, q_size_, groups_;
     const W *embed_ = nullptr, *norm_ = nullptr, *head_ = nullptr;
     std::vector<Layer> layers_;
     W* kv_ = nullptr;
@@ -539,6 +489,7 @@ private:
     Buffer<A> q_, attended_, gated_;
     std::unique_ptr<std::atomic<int>[]> pending_;
     size_t pending_size_ = 0;
+    SparseLayers<W> sparse_;
     std::vector<Scratch> scratch_;
     Pool pool_;  // Last: its threads end before what they use.
 };
@@ -557,9 +508,20 @@ void* baton_decoder_new(const baton::Shape* shape, int threads) {
     }
 }
 
-// `weights` is embed, norm, head, then ten for each layer in the order of the Layer tuple; null where there is none.
+// `weights` is embed, norm, head, then for each layer ten in the order of the Layer tuple and four of its experts: router,
+// gate_up, down and the gate of the shared one; null where there is none.
 void baton_decoder_bind(void* decoder, const void* const* weights, void* kv, const float* cos, const float* sin) {
     static_cast<baton::Decoder*>(decoder)->bind(weights, kv, cos, sin);
+}
+
+// `table` and `counts` are read in every step, and may change between two.
+void baton_decoder_dispatch(void* decoder, const int32_t* table, const int32_t* counts, int width, int dynamic) {
+    static_cast<baton::Decoder*>(decoder)->dispatch({table, counts, width, dynamic != 0});
+}
+
+// Where each forward() writes the experts and the slots of its rows, for each sparse layer; null for nowhere.
+void baton_decoder_record(void* decoder, int32_t* experts, int32_t* slots) {
+    static_cast<baton::Decoder*>(decoder)->record(experts, slots);
 }
 
 // Writes a row of logits for each of the `wanted` rows, or the first `count` rows if it is null.

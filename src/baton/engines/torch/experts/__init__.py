@@ -1,0 +1,1 @@
+"""Experts of the built-in engine: their physical slots, recording and rebalancing."""
