@@ -366,6 +366,7 @@ def test_a_worker_is_live_while_it_loads(tmp_path: Path, models: tuple[Path, Pat
         worker.kill()
 
 
+@pytest.mark.slow
 def test_requests_go_to_the_other_worker_while_one_is_paused(
     start: Callable[..., Serve], models: tuple[Path, Path]
 ) -> None:

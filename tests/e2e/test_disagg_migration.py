@@ -26,7 +26,7 @@ from tests.e2e.harness import Serve, eventually
 
 __all__ = ["letters"]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(480)]
 
 PREFILL, DECODE = (0, 1), (2, 3)
 ROLES = {0: "prefill", 1: "prefill", 2: "decode", 3: "decode"}

@@ -33,6 +33,7 @@ def zones(start: Callable[..., Zones], tmp_path: Path) -> Iterator[Zones]:
     cluster.stop()
 
 
+@pytest.mark.slow
 def test_kv_stays_in_its_zone(zones: Zones) -> None:
     for number in range(REQUESTS):
         zones.client(strict=False).completions.create(model="tiny", prompt=f"{number} " * 40, max_tokens=2)

@@ -176,6 +176,7 @@ def test_a_small_request_does_not_wait_for_a_large_one(serve: Serve) -> None:
     serve.assert_quiet()
 
 
+@pytest.mark.slow
 def test_workers_on_one_machine_share_its_cores(start: Callable[..., Serve], model: Path) -> None:
     serve = start(Serve, "--model", str(model), "--name", "mine", engine="torch", workers=2)
     environments = [serve.worker(number).environ() for number in range(2)]
@@ -186,6 +187,7 @@ def test_workers_on_one_machine_share_its_cores(start: Callable[..., Serve], mod
     serve.stop()
 
 
+@pytest.mark.slow
 def test_a_request_that_runs_finishes_when_its_worker_is_told_to_stop(
     start: Callable[..., Cluster], model: Path
 ) -> None:

@@ -234,6 +234,7 @@ def test_a_model_whose_last_worker_has_left_is_unavailable(start: Callable[..., 
     cluster.stop()
 
 
+@pytest.mark.slow
 def test_streams_survive_a_frozen_worker_and_it_is_replaced(start: Callable[..., Serve]) -> None:
     serve = start(Serve, "--echo-pace-ms", "10", "--stall-timeout-s", "3", workers=2)
     readers = begin(serve, 10, 600)

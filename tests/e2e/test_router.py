@@ -164,6 +164,7 @@ def test_d31_one_trace_goes_through_every_hop(start: Callable[..., Pooled]) -> N
     pooled.stop()
 
 
+@pytest.mark.slow
 def test_an_adaptive_router_skips_a_pool_that_is_slow(start: Callable[..., Pooled]) -> None:
     slow = {"name": "slow", "workers": {"count": 1, "settings": {"echo": {"prefill_ms": 3000}}}}
     topology: dict[str, Any] = {
@@ -277,6 +278,7 @@ def _until_counted(pooled: Pooled, outcome: str, count: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_full_pool_is_passed_over_and_when_all_are_full_clients_hear_503(start: Callable[..., Pooled]) -> None:
     topology = changed(ECHO, settings={"engine": "echo", "echo": {"prefill_ms": 3000}})
     for pool in topology["aggregated"]["pools"]:

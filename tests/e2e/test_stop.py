@@ -29,6 +29,7 @@ def test_half_a_request_does_not_hold_it_up(start: Callable[..., Serve]) -> None
     assert "did not exit" not in serve.process.output.read_text()
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_killed_and_named(start: Callable[..., Serve]) -> None:
     serve = start(Serve, "--drain-timeout-s", "1", workers=2)
     serve.worker(1).send_signal(signal.SIGSTOP)

@@ -108,6 +108,7 @@ def test_a_decode_worker_joins_and_leaves(serve: Serve, tmp_path: Path) -> None:
         (("--torch-dtype", "float32"), "give both the same --torch-dtype"),
     ],
 )
+@pytest.mark.slow
 def test_a_worker_whose_kv_is_not_alike_does_not_start(serve: Serve, flags: tuple[str, ...], words: str) -> None:
     command = [*Process.command(joining(serve)), *flags]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LOAD_S, check=False)

@@ -443,6 +443,7 @@ def test_from_a_process_group(model: Path, other: Path, new: Tensors) -> None:
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["peer dies", "peer is silent"])
+@pytest.mark.slow
 def test_a_failed_broadcast_changes_nothing(model: Path, other: Path, new: Tensors, dies: bool) -> None:
     async def body() -> None:
         async with session(model) as here:
@@ -524,6 +525,7 @@ def test_an_engine_stops_at_once_while_it_waits_for_a_trainer(
     run_bounded(body(), 60)
 
 
+@pytest.mark.slow
 def test_an_engine_that_stops_leaves_its_group(model: Path, other: Path, new: Tensors) -> None:
     async def body() -> None:
         for _ in range(2):

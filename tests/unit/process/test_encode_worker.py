@@ -131,6 +131,7 @@ def test_d14_an_encode_worker_does_not_wait_for_ever_for_a_reader() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_worker_that_can_encode_does_so_when_the_rows_of_an_encode_worker_are_lost() -> None:
     async def body() -> None:
         runtime, computing = MemoryRuntime(), CountedEcho()
@@ -145,6 +146,7 @@ def test_a_worker_that_can_encode_does_so_when_the_rows_of_an_encode_worker_are_
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_rows_of_another_model_are_refused_before_memory_is_touched() -> None:
     async def body() -> None:
         runtime = MemoryRuntime()

@@ -146,6 +146,7 @@ def resident_bytes() -> int:
     return int(File("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.slow
 def test_two_hundred_fetches_of_thousands_of_spans_leak_no_memory() -> None:
     run_in_consumer(leaks_no_memory, ProducerSetup("nixl", planes=60, blocks=64, block_bytes=64))
 
@@ -157,6 +158,7 @@ async def fetches_more_than_one_request(peers: list[Peer]) -> None:
         assert (mine.bytes == content(1, mine.bytes.size)).all()
 
 
+@pytest.mark.slow
 def test_a_fetch_larger_than_one_request_arrives() -> None:
     run_in_consumer(fetches_more_than_one_request, BIG)
 
@@ -233,6 +235,7 @@ async def abandons_a_stopped_producer(peers: list[Peer]) -> None:
     await client.close()
 
 
+@pytest.mark.slow
 def test_an_abandoned_read_of_a_stopped_producer_never_writes() -> None:
     run_in_consumer(abandons_a_stopped_producer, msgspec.structs.replace(BIG, env=OVER_TCP), producers=2)
 
