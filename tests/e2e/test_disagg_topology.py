@@ -118,6 +118,7 @@ def test_a_worker_joins_and_leaves_under_load_and_nobody_notices(
     assert_nothing_held(serve, prefill=1)
 
 
+@pytest.mark.slow
 def test_ways_that_do_not_meet_are_named(start: Callable[..., Apart], letters: Path) -> None:
     def times_named() -> int:
         return apart.log_of("worker-1").count("no transport reads the other worker's memory (it offers tcp)")

@@ -103,6 +103,7 @@ def test_a_vector_does_not_depend_on_what_else_is_embedded(serve: Serve) -> None
         assert embed(serve, texts[number])[0] == pytest.approx(together[number], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_as_many_inputs_as_openai_takes(serve: Serve) -> None:
     vectors = embed(serve, [[101, 1000 + number, 102] for number in range(2048)])
     assert len(vectors) == 2048

@@ -316,6 +316,7 @@ def test_a_request_that_the_engine_fails_harms_no_other(faulty: Serve) -> None:
     faulty.assert_quiet()
 
 
+@pytest.mark.slow
 def test_a_stalled_engine_is_taken_out_and_its_streams_move(start: Callable[..., Serve]) -> None:
     serve = start(Serve, "--echo-faults", "--echo-pace-ms", "10", "--stall-timeout-s", "2", workers=2)
     readers = begin(serve, 6, 500)
@@ -405,6 +406,7 @@ def test_the_canary_takes_an_idle_worker_with_a_stuck_engine_out(start: Callable
     serve.stop()
 
 
+@pytest.mark.slow
 def test_a_worker_that_the_canary_took_out_is_replaced(start: Callable[..., Serve]) -> None:
     serve = start(
         Serve, "--echo-faults", "--canary-interval-s", "0.5", "--canary-timeout-s", "1", "--stall-timeout-s", "4"

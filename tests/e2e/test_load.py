@@ -29,6 +29,7 @@ async def stream_text(serve: Serve, prompts: list[str], tokens: int) -> list[str
         return await asyncio.gather(*(one(prompt) for prompt in prompts))
 
 
+@pytest.mark.slow
 def test_300_streams_at_once_all_get_their_own_text(serve: Serve) -> None:
     prompts = [f"stream {number} says its own name. " for number in range(300)]
     before = serve.ended("completed")
@@ -93,6 +94,7 @@ def test_a_reader_that_never_reads_a_huge_stream_delays_nobody(flat_out: Serve, 
     assert flat_out.ended("cancelled") + flat_out.ended("completed") > before
 
 
+@pytest.mark.slow
 def test_a_reader_that_does_not_read_for_too_long_is_dropped(start: Callable[..., Serve]) -> None:
     # Sixteen choices of a token a millisecond fill what the runtime holds for an unread stream within seconds.
     serve = start(Serve, "--flush-interval-ms", "0", "--echo-pace-ms", "1", "--reader-stall-timeout-s", "1")

@@ -265,6 +265,7 @@ def test_a_request_whose_language_worker_is_killed_moves(front: Serve) -> None:
     front.assert_quiet()
 
 
+@pytest.mark.slow
 def test_without_any_language_worker_requests_are_errors_until_there_is_one(front: Serve) -> None:
     stream = stream_of(front, 4000)
     next(stream)

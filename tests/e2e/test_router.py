@@ -74,6 +74,7 @@ def expected(plan: RolePlan, request: RequestView) -> str:
     return plan.pools[select_pool(plan, request.point, request.priority).pool].name
 
 
+@pytest.mark.slow
 def test_a_thousand_mixed_requests_land_where_the_rules_say(echo: Pooled) -> None:
     plan = read_topology(echo.file, "baton").plan.roles["aggregated"]
     before = echo.decisions("aggregated")

@@ -105,6 +105,7 @@ def test_targets_choose_the_pools_of_both_parts(
     assert sent(pooled, before) == {"prefill": {prefill: 1}, "decode": {decode: 1}}
 
 
+@pytest.mark.slow
 def test_what_is_said_does_not_depend_on_the_pools(pooled: Pooled, start: Callable[..., Serve], model: str) -> None:
     whole = start(Serve, "--model", model, "--torch-blocks", "512", engine="torch")
     for prompt in ("a", "What is the capital of Japan?", LONG[:700], LONG[:2000]):

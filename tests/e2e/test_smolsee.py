@@ -18,7 +18,7 @@ from tools.smolsee.train import Sample
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.timeout(600)]
 
-FEW, MANY = 20, 100
+FEW, MANY = 8, 100
 PICTURES = 100
 AT_ONCE = 4
 THREADS = ("--torch-threads", "1")
