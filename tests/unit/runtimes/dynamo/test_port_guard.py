@@ -64,6 +64,7 @@ def admit_all(guard: PortGuard, ports: range) -> None:
         guard.admit(port)
 
 
+@pytest.mark.slow
 def test_more_ports_than_a_filter_has_room_for_are_refused_and_the_others_stay() -> None:
     with listening() as listener, bound() as friend:
         target = listener.getsockname()
