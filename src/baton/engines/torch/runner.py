@@ -7,8 +7,8 @@ many rows, torch computes the prompts, and a step is two passes. On a GPU torch 
 
 import logging
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, groupby
+from collections.abc import Callable, Mapping
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -18,7 +18,6 @@ from baton.config.directories import spill_directory
 from baton.config.engines import ExpertOptions, TorchOptions
 from baton.engines.torch.arena import Arena, arena_bytes, available_bytes, find_device, usable_cores
 from baton.engines.torch.diffusion.candidates import Decided, decide
-from baton.engines.torch.embedded_rows import MediaRows
 from baton.engines.torch.experts.routing import Routing, join_passes, stack_layers
 from baton.engines.torch.experts.settings import ExpertSettings, resolve_experts
 from baton.engines.torch.experts.slots import ExpertSlots
@@ -27,21 +26,18 @@ from baton.engines.torch.kv_memory import describe_kv
 from baton.engines.torch.loader import Report, load_weights, tensor_names
 from baton.engines.torch.models.config import LlamaConfig, read_llama_config
 from baton.engines.torch.models.llama import (
-    Decodes,
     LlamaModel,
-    Span,
-    Step,
     Weights,
     carve_weights,
     named_parts,
     rotary_tables,
 )
-from baton.engines.torch.native.decoder import NativeDecoder, Rows
+from baton.engines.torch.native.decoder import NativeDecoder
 from baton.engines.torch.native.library import has_matrix_unit, load_decoder_library
-from baton.engines.torch.prompt_media import RotaryPositions, Triple
 from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample
 from baton.engines.torch.scheduler import Batch, Chunk
 from baton.engines.torch.sequence import Sequence
+from baton.engines.torch.step_inputs import StepInputs, rotary_shift
 from baton.errors import BatonError, ConfigError
 
 log = logging.getLogger(__name__)
@@ -103,7 +99,7 @@ class Runner:
         if torch_prompts is None:
             torch_prompts = self._native is not None and self.dtype == torch.bfloat16 and has_matrix_unit()
         self._torch_prompts = torch_prompts
-        self._media_rows = MediaRows(self.dtype, self.device)
+        self._inputs = StepInputs(self.block, self.dtype, self.device)
 
     def run(self, batch: Batch) -> Sampling:
         """Compute `batch` and sample the next token of every sequence that has one, or decide some of its block."""
@@ -164,7 +160,7 @@ class Runner:
 
     def _run_torch(self, batch: Batch, logits: list[Tensor]) -> list[Sequence]:
         """Add the logits of all sequences that get a next token to `logits`; return those sequences."""
-        hidden = self._model.forward(self._step(batch.prefills, batch.decodes))
+        hidden = self._model.forward(self._inputs.step(batch.prefills, batch.decodes))
         self._record(lambda: stack_layers(self._model.routed))
         self._score_prompts(batch.prefills, lambda rows: self._model.logits(hidden[rows.start : rows.stop]))
         rows, sequences = _rows_to_sample(batch)
@@ -180,7 +176,7 @@ class Runner:
         return sequences
 
     def _forward_native(self, native: NativeDecoder, batch: Batch, logits: list[Tensor]) -> list[Sequence]:
-        chunks = [self._rows(chunk) for chunk in (*batch.prefills, *batch.decodes)]
+        chunks = [self._inputs.rows(chunk) for chunk in (*batch.prefills, *batch.decodes)]
         if not batch.prefills and self.config.diffusion is None:
             logits.append(native.forward(chunks))
             return [chunk.sequence for chunk in batch.decodes]
@@ -210,7 +206,7 @@ class Runner:
         return graphs.forward(
             [chunk.sequence.inputs(start, start + unit) for chunk, start in parts],
             [start for _, start in parts],
-            [start + _shift(chunk) for chunk, start in parts],
+            [start + rotary_shift(chunk) for chunk, start in parts],
             [chunk.sequence.blocks for chunk, _ in parts],
         )
 
@@ -219,67 +215,6 @@ class Runner:
         if self.records_routing and self.slots is not None:
             self._routed.append(read())
 
-    def _step(self, prefills: list[Chunk], decodes: list[Chunk]) -> Step:
-        tokens: list[int] = []
-        slots: list[int] = []
-        spans: list[Span] = []
-        embedded: list[tuple[int, Tensor]] = []
-        for chunk in prefills:
-            stop = chunk.start + chunk.length
-            places = self._slots(chunk.sequence.blocks, stop)
-            unit = chunk.sequence.unit
-            spans.append(Span(len(tokens), chunk.length, chunk.start, self._tensor(places), unit))
-            embedded += [(len(tokens) + first, rows) for first, rows in self._media_rows.of(chunk)]
-            tokens += chunk.sequence.inputs(chunk.start, stop)
-            slots += places[chunk.start :]
-        first = len(tokens)
-        for chunk in decodes:
-            stop = chunk.start + chunk.length
-            tokens += chunk.sequence.inputs(chunk.start, stop)
-            slots += self._slots(chunk.sequence.blocks, stop, chunk.start)
-        return Step(
-            self._tensor(tokens),
-            self._tensor(_positions([*prefills, *decodes])),
-            self._tensor(slots),
-            spans,
-            self._decodes(first, decodes),
-            embedded,
-        )
-
-    def _rows(self, chunk: Chunk) -> Rows:
-        sequence, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
-        embedded = self._media_rows.of(chunk) if sequence.media is not None else []
-        positions = sequence.positions(start, stop)
-        return Rows(sequence.inputs(start, stop), start, sequence.blocks, positions, embedded, sequence.unit)
-
-    def _decodes(self, first: int, decodes: list[Chunk]) -> list[Decodes]:
-        """Return the attention of rows that decode, for each length of blocks; they come in this order."""
-        groups: list[Decodes] = []
-        for unit, chunks in groupby(decodes, key=lambda chunk: chunk.sequence.unit):
-            places = [
-                self._slots(chunk.sequence.blocks, stop)
-                for chunk in chunks
-                for stop in range(chunk.start + unit, chunk.start + chunk.length + unit, unit)
-            ]
-            groups.append(self._decode_group(first, places, unit))
-            first = groups[-1].rows.stop
-        return groups
-
-    def _decode_group(self, first: int, places: list[list[int]], unit: int) -> Decodes:
-        longest = max(map(len, places))
-        # Padding repeats a slot of the same sequence: a NaN elsewhere would spread even through the mask.
-        padded = [row + row[:1] * (longest - len(row)) for row in places]
-        lengths = self._tensor([len(row) for row in places])
-        mask = torch.arange(longest, device=self.device) < lengths.unsqueeze(1)
-        return Decodes(first, self._tensor(padded), mask[:, None, None, :], unit)
-
-    def _slots(self, blocks: list[int], stop: int, start: int = 0) -> list[int]:
-        """Return the cache rows of tokens [start, stop)."""
-        size = self.block
-        skipped = start // size
-        slots = [slot for block in blocks[skipped:] for slot in range(block * size, block * size + size)]
-        return slots[start - skipped * size : stop - skipped * size]
-
     def _score_prompts(self, prefills: list[Chunk], logits_of: Callable[[range], Tensor]) -> None:
         """Store the logprobs of prompts for requests that want them: the row of a token scores the next one."""
         first = 0
@@ -287,9 +222,6 @@ class Runner:
             if chunk.sequence.scored:
                 _score_chunk(chunk, first - chunk.start, logits_of)
             first += chunk.length
-
-    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _named_parts(self) -> Mapping[str, Tensor]:
         """Return the target of each tensor; experts may move while new weights are gathered, and their targets too."""
@@ -392,25 +324,3 @@ def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
 
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
-
-
-def _positions(chunks: list[Chunk]) -> list[int] | list[list[int]]:
-    """Return the rotary position of each row, or three lists of them: in time, height and width."""
-    found = [chunk.sequence.positions(chunk.start, chunk.start + chunk.length) for chunk in chunks]
-    rows = list(chain.from_iterable(map(_triples, chunks, found)))
-    if all(isinstance(positions, int) for positions in found):
-        return [row[0] for row in rows]
-    return [list(direction) for direction in zip(*rows, strict=True)]
-
-
-def _triples(chunk: Chunk, positions: RotaryPositions) -> Iterable[Triple]:
-    if not isinstance(positions, int):
-        return positions
-    row = range(chunk.start + positions, chunk.start + positions + chunk.length)
-    return zip(row, row, row, strict=True)
-
-
-def _shift(chunk: Chunk) -> int:
-    """Return by how much the rotary position of a token that decodes, which is text, is larger than its index."""
-    positions = chunk.sequence.positions(chunk.start, chunk.start + 1)
-    return positions if isinstance(positions, int) else positions[0][0] - chunk.start
