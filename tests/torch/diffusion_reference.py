@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import transformers
 
-from baton.engines.torch.sampler import uniform
+from baton.engines.torch.sampling.draws import uniform
 from baton.protocol.requests import Remasking
 from tests.doubles.tiny_models import MASK
 

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from baton.engines.torch.arena import Arena, arena_bytes, available_bytes  # noqa: E402
+from baton.engines.torch.arena import Arena, arena_bytes, available_bytes, use_device  # noqa: E402
 
 CPU = torch.device("cpu")
 MEGABYTE = 1 << 20
@@ -157,3 +157,12 @@ def test_a_closed_shared_arena_keeps_its_tensors_and_no_descriptor(tmp_path: Pat
 
 def test_available_bytes_is_positive_on_this_machine() -> None:
     assert available_bytes(CPU) > 0
+
+
+def test_a_numbered_gpu_becomes_the_current_one_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches kernels on the current device, and graphs are captured there."""
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    for name in ("cpu", "cuda", "cuda:1"):
+        use_device(torch.device(name))
+    assert used == [torch.device("cuda:1")]

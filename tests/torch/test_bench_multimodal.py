@@ -24,9 +24,9 @@ from bench.multimodal_system import Layout, Readings, measured_order, total
 
 pytestmark = pytest.mark.torch
 
-METRICS = """# HELP baton_media_cache_total Media
-baton_media_cache_total{result="hit"} 1.0
-baton_media_cache_total{result="miss"} 2.0
+METRICS = """# HELP baton_media_cache_lookups_total Media
+baton_media_cache_lookups_total{result="hit"} 1.0
+baton_media_cache_lookups_total{result="miss"} 2.0
 baton_first_output_seconds_sum 0.5
 baton_first_output_seconds_count 3.0"""
 
@@ -68,10 +68,10 @@ def mixed_cell(system: str, images_per_s: float, number: int) -> MixedCell:
 
 
 def test_metrics_are_summed_over_the_samples_with_a_label() -> None:
-    assert total(METRICS, "baton_media_cache_total") == 3.0
-    assert total(METRICS, "baton_media_cache_total", 'result="miss"') == 2.0
+    assert total(METRICS, "baton_media_cache_lookups_total") == 3.0
+    assert total(METRICS, "baton_media_cache_lookups_total", 'result="miss"') == 2.0
     assert total(METRICS, "baton_first_output_seconds_sum") == 0.5
-    assert total(METRICS, "baton_transfer_seconds_total") == 0.0
+    assert total(METRICS, "baton_transfer_seconds_sum") == 0.0
 
 
 def test_readings_are_differences_of_totals() -> None:

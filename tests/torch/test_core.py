@@ -8,8 +8,9 @@ import pytest
 from baton.config.engines import TorchOptions
 from baton.engines.torch.blocks import BlockPool
 from baton.engines.torch.core import MAX_FAILED_STEPS, Core
-from baton.engines.torch.runner import Runner, Sampling
-from baton.engines.torch.sampler import Sampled
+from baton.engines.torch.pending import ComputedStep, PendingStep
+from baton.engines.torch.runner import Runner
+from baton.engines.torch.sampling.sampler import Sampled
 from baton.engines.torch.sampling_params import make_sampling_params
 from baton.engines.torch.scheduler import Batch, Scheduler
 from baton.engines.torch.sequence import Sequence
@@ -40,13 +41,15 @@ class PlannedRunner:
     def settle(self) -> None:
         self.settled += 1
 
-    def run(self, batch: Batch) -> Sampling:
+    overlaps = False
+
+    def start(self, batch: Batch) -> PendingStep:
         if self.failing:
             raise RuntimeError("broken on purpose")
         chunks = [chunk for chunk in (*batch.prefills, *batch.decodes) if chunk.last]
-        return [
-            (chunk.sequence, self.errors.get(chunk.sequence.work.request_id) or Sampled(7, None)) for chunk in chunks
-        ]
+        return ComputedStep(
+            [(chunk.sequence, self.errors.get(chunk.sequence.work.request_id) or Sampled(7, None)) for chunk in chunks]
+        )
 
 
 def make_core() -> tuple[Core, PlannedRunner]:

@@ -277,6 +277,23 @@ def test_logits_with_nan_fail_their_own_request_only(directory: Path, tmp_path: 
         run_bounded(body(native), 60)
 
 
+@pytest.mark.parametrize(
+    ("given", "running", "tokens"), [({}, 64, 256), ({"max_running": 8, "batch_tokens": 100}, 8, 100)]
+)
+def test_a_router_is_told_the_capacity_that_is_used(
+    given: dict[str, int], running: int, tokens: int, directory: Path
+) -> None:
+    async def body() -> None:
+        engine = TorchEngine(TorchOptions(device="cpu", dtype="float32", threads=1, blocks=64, **given), directory, "m")
+        try:
+            info = await engine.start()
+        finally:
+            await engine.stop()
+        assert (info.max_running, info.max_batch_tokens) == (running, tokens)
+
+    run(body)
+
+
 @pytest.mark.parametrize("damage", ["cut", "missing", "garbage", "shape", "extra", "lost"])
 def test_damaged_weights_are_refused_at_start(damage: str, tmp_path: Path) -> None:
     directory = make_tiny_model(tmp_path)

@@ -37,7 +37,12 @@ from tests.doubles.tiny_models import make_tiny_model  # noqa: E402
 from tests.torch.sparse_models import random_row  # noqa: E402
 from tests.torch.torch_sessions import fresh_answer, session  # noqa: E402
 
-BACKENDS = [True, False]
+BACKENDS: dict[str, dict[str, Any]] = {
+    "native": {"device": "cpu", "threads": 2, "native": True},
+    "torch": {"device": "cpu", "threads": 1, "native": False},
+}
+if torch.cuda.is_available():
+    BACKENDS["cuda"] = {"device": "cuda"}
 EXPERTS = ExpertOptions(redundant=4, ranks=3)
 
 
@@ -73,16 +78,9 @@ def fuse(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def core_for(directory: Path, native: bool, **experts: Any) -> Core:
+def core_for(directory: Path, backend: str, **experts: Any) -> Core:
     options = TorchOptions(
-        device="cpu",
-        dtype="float32",
-        threads=2 if native else 1,
-        block_size=4,
-        blocks=64,
-        batch_tokens=13,
-        max_running=4,
-        native=native,
+        dtype="float32", block_size=4, blocks=64, batch_tokens=13, max_running=4, **BACKENDS[backend]
     )
     runner = Runner(options, directory, lambda *_: None, experts=ExpertOptions(**experts))
     core = Core(runner, options)
@@ -113,17 +111,17 @@ def generate(core: Core, rebalances: bool = False) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("native", BACKENDS)
-def test_tokens_do_not_depend_on_where_experts_are(model: Path, native: bool) -> None:
-    expected = generate(core_for(model, native))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_do_not_depend_on_where_experts_are(model: Path, backend: str) -> None:
+    expected = generate(core_for(model, backend))
     assert [len(tokens) for tokens in expected.values()] == [12, 12, 12]
     for options in ({"ranks": 2}, {"redundant": 4, "ranks": 3}, {"redundant": 2, "ranks": 5, "dispatch": "dynamic"}):
-        assert generate(core_for(model, native, **options), rebalances=True) == expected, options
+        assert generate(core_for(model, backend, **options), rebalances=True) == expected, options
 
 
-@pytest.mark.parametrize("native", BACKENDS)
-def test_routing_has_a_row_for_each_token_of_a_step(model: Path, native: bool) -> None:
-    core = core_for(model, native, redundant=4, ranks=3, recorder="stat")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_routing_has_a_row_for_each_token_of_a_step(model: Path, backend: str) -> None:
+    core = core_for(model, backend, redundant=4, ranks=3, recorder="stat")
     core.execute(StartExpertRecord())
     core.step()
     routing = core.runner.routing
@@ -131,7 +129,7 @@ def test_routing_has_a_row_for_each_token_of_a_step(model: Path, native: bool) -
     assert routing.experts.dtype == routing.slots.dtype == torch.int32
     assert routing.experts.shape == routing.slots.shape == (2, 13, 3)
     assert core.runner.slots is not None
-    layout = torch.tensor(core.runner.slots.layout)
+    layout = torch.tensor(core.runner.slots.layout, device=routing.slots.device)
     assert torch.equal(layout.gather(1, routing.slots.flatten(1).long()).int(), routing.experts.flatten(1))
     core.execute(StopExpertRecord())
     core.step()
@@ -162,11 +160,11 @@ def inline(tensors: dict[str, torch.Tensor]) -> FromTensors:
 @pytest.mark.parametrize("form", ["disk", "fused disk", "tensors", "fused tensors"])
 def test_new_weights_after_a_rebalance(model: Path, other: Path, fused: Path, form: str) -> None:
     """Experts move between the start of an update, which another thread prepares, and its end."""
-    expected = generate(core_for(other, native=True))
+    expected = generate(core_for(other, "native"))
     directory = fused if form.startswith("fused") else other
     source = FromDisk(path=str(directory))
     tensors = inline(load_file(directory / "model.safetensors"))
-    core = core_for(model, True, redundant=4, ranks=3)
+    core = core_for(model, "native", redundant=4, ranks=3)
     slots = core.runner.slots
     assert slots is not None
     slots.place(0, random_row(slots.shape, 1))
@@ -178,7 +176,7 @@ def test_new_weights_after_a_rebalance(model: Path, other: Path, fused: Path, fo
 
 
 def test_tensors_of_experts_that_do_not_fit_are_refused(model: Path) -> None:
-    core = core_for(model, True)
+    core = core_for(model, "native")
     wrong = {
         r"experts.8.gate_proj.weight is not a tensor": ("experts.gate_up_proj", (9, 64, 48)),
         r"has shape \[30, 48\]": ("experts.gate_up_proj", (8, 60, 48)),

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # 
 
 from baton.engines.torch.guided import MAX_SCHEMA_BYTES, GuideCompiler  # noqa: E402
 from baton.engines.torch.reasoning_guide import ReasoningGuide  # noqa: E402
-from baton.engines.torch.sampler import Sampled, sample  # noqa: E402
+from baton.engines.torch.sampling.sampler import Sampled, sample  # noqa: E402
 from baton.engines.torch.sampling_params import Guide, finish_of, make_sampling_params  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.errors import EngineDead, InvalidRequest, Unsupported  # noqa: E402

@@ -64,8 +64,8 @@ async def frees_every_block(here: Session) -> None:
 def test_the_kv_cache_is_described_and_shared_only_when_exported(model: Path) -> None:
     async def body() -> None:
         async with (
-            session(model, exports_kv=True, block_size=8, blocks=40) as producer,
-            session(model, block_size=8) as consumer,
+            session(model, exports_kv=True, block_size=8, blocks=40, device="cpu") as producer,
+            session(model, block_size=8, device="cpu") as consumer,
         ):
             assert producer.engine.capabilities.handoff is HandoffStyle.EARLY
             kv, other = producer.info.kv, consumer.info.kv
@@ -93,7 +93,7 @@ def test_stop_closes_the_file_of_the_kv_cache(model: Path) -> None:
         return sum("baton-kv" in os.readlink(link) for link in links)
 
     async def body() -> None:
-        async with session(model, exports_kv=True) as here:
+        async with session(model, exports_kv=True, device="cpu") as here:
             assert shared() > 0
             del here
         await eventually(lambda: gc.collect() >= 0 and shared() == 0)
@@ -144,7 +144,7 @@ def test_a_released_and_resumed_kv_cache_has_the_same_address(model: Path) -> No
 
 def test_releasing_an_exported_kv_cache_frees_its_memory(model: Path) -> None:
     async def body() -> None:
-        async with session(model, exports_kv=True) as here:
+        async with session(model, exports_kv=True, device="cpu") as here:
             kv = here.info.kv
             assert kv is not None
             assert kv.descriptor is not None

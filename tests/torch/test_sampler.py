@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample, uniform  # noqa: E402
+from baton.engines.torch.sampling.draws import uniform  # noqa: E402
+from baton.engines.torch.sampling.logprobs import prompt_logprobs  # noqa: E402
+from baton.engines.torch.sampling.sampler import Sampled, sample  # noqa: E402
 from baton.engines.torch.sampling_params import make_sampling_params  # noqa: E402
 from baton.engines.torch.sequence import Sequence  # noqa: E402
 from baton.errors import BatonError, EngineFailed, InvalidRequest  # noqa: E402

@@ -48,6 +48,12 @@ def load_library(sources: Sequence[Path], flags: tuple[str, ...]) -> ctypes.CDLL
         raise BuildError(str(error)) from error
 
 
+def find_compiler() -> list[str]:
+    """Return the command of the C++ compiler. Raises BuildError if there is none."""
+    named, _, search = compiler()
+    return _compiler(named, search)
+
+
 def cpu_features() -> str:
     """Return the lines of /proc/cpuinfo that identify the instruction set of this CPU."""
     first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
@@ -68,7 +74,8 @@ def _compiler(named: str, search: str) -> list[str]:
     for command in [shlex.split(named)] if named else [["g++"], ["c++"], ["clang++"]]:
         if found := shutil.which(command[0], path=search):
             return [found, *command[1:]]
-    raise BuildError(f"no C++ compiler: {named or 'g++, c++ or clang++'} not found")
+    missing = named or "g++, c++ or clang++"
+    raise BuildError(f"no C++ compiler: {missing} not found; install one, as with `apt install g++`")
 
 
 def _built(sources: tuple[Path, ...], command: list[str], cache: Path) -> Path:

@@ -16,6 +16,7 @@ from baton.protocol.outputs import (
     Logprobs,
     Output,
     PromptCached,
+    PromptProgress,
     PromptScored,
     TokenDelta,
 )
@@ -24,6 +25,7 @@ from baton.protocol.outputs import (
 # times as long as the loop was late, so that fewer and larger chunks are sent.
 LATE_FACTOR = 32
 MAX_EXTRA_DELAY_S = 0.05
+MAX_PROGRESS = 200
 
 
 class OutputStream:
@@ -47,7 +49,7 @@ class OutputStream:
         "_tokens",
         "_urgent",
         "_waiter",
-        "_writers",
+        "progress",
     )
 
     def __init__(self, choices: int = 1) -> None:
@@ -65,34 +67,17 @@ class OutputStream:
         self._timer: asyncio.TimerHandle | None = None
         self._not_before = 0.0
         self._late_s = 0.0  # by how much the last timer was late
-        self._writers: list[asyncio.Future[None]] = []
-
-    @property
-    def unread(self) -> bool:
-        """Whether there are tokens that have not been read."""
-        return bool(self._tokens)
-
-    async def caught_up(self, within_s: float) -> None:
-        """Wait until everything has been read, the stream has ended, or `within_s` have passed.
-
-        For a writer whose own source merges what it has not fetched: it need not fetch before the reader reads.
-        """
-        if not self._tokens or self.ended:
-            return
-        taken = self._loop.create_future()
-        self._writers.append(taken)
-        timer = self._loop.call_later(within_s, _resolve, taken)
-        try:
-            await taken
-        finally:
-            timer.cancel()
-            if taken in self._writers:
-                self._writers.remove(taken)
+        self.progress: list[PromptProgress] = []
 
     @property
     def ended(self) -> bool:
         """Whether nothing more can be written."""
         return self._open == 0 or self._error is not None
+
+    def progressed(self, progress: PromptProgress) -> None:
+        """Add what the engine has done with the prompt. Wakes no reader; what exceeds `MAX_PROGRESS` is dropped."""
+        if len(self.progress) < MAX_PROGRESS:
+            self.progress.append(progress)
 
     def cached(self, tokens: int, prompt_tokens: int | None = None) -> None:
         """Add how much of the prompt was in the prefix cache, and how long an engine's own prompt is.
@@ -158,30 +143,28 @@ class OutputStream:
         if not self.ended:
             self._error = error
             self._wake_at_once()
-            self._wake_writers()
 
     async def read(self, not_before: float = 0.0) -> list[Output]:
         """See `Stream.read`."""
-        self._not_before = not_before = not_before + min(LATE_FACTOR * self._late_s, MAX_EXTRA_DELAY_S)
-        if not (self._urgent or (self._tokens and self._loop.time() >= not_before)):
-            await self._wait()
+        if self._late_s:
+            not_before += min(LATE_FACTOR * self._late_s, MAX_EXTRA_DELAY_S)
+        self._not_before = not_before
+        if not self._urgent and (not self._tokens or self._loop.time() < not_before):
+            self._waiter = self._loop.create_future()
+            if self._tokens:
+                self._wake_when_due()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if self._timer is not None:
+                    self._timer.cancel()
+                    self._timer = None
         if outputs := self._take():
             return outputs
         if self._error is not None:
             raise self._error
         return []
-
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        if self._tokens:
-            self._wake_when_due()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
 
     def _wake_when_due(self) -> None:
         if self._loop.time() >= self._not_before:
@@ -201,14 +184,11 @@ class OutputStream:
         if self._waiter is not None:
             _resolve(self._waiter)
 
-    def _wake_writers(self) -> None:
-        for writer in self._writers:
-            _resolve(writer)
-
     def _take(self) -> list[Output]:
         tokens, self._tokens = self._tokens, {}
-        if tokens and self._writers:
-            self._wake_writers()
+        if len(tokens) == 1 and not (self._urgent or self._prompt or self._logprobs):  # nearly always
+            ((index, token_ids),) = tokens.items()
+            return [TokenDelta(token_ids, index)]
         outputs: list[Output] = []
         if self._prompt and (tokens or self._finished):
             outputs += self._prompt
@@ -216,14 +196,13 @@ class OutputStream:
         deltas = [TokenDelta(ids, index, self._joined_logprobs(index)) for index, ids in tokens.items()]
         if not self._urgent:
             return [*outputs, *deltas]
-        if self._handoff is not None:
-            outputs.append(self._handoff)
-            self._handoff = None
-        if self._kv is not None:
-            outputs.append(self._kv)
-            self._kv = None
-        outputs += deltas
-        outputs += self._finished
+        return [*outputs, *self._take_urgent(deltas)]
+
+    def _take_urgent(self, deltas: list[TokenDelta]) -> list[Output]:
+        """Return what `not_before` does not delay, with the tokens before the ends."""
+        about_kv = [output for output in (self._handoff, self._kv) if output is not None]
+        outputs: list[Output] = [*about_kv, *deltas, *self._finished]
+        self._handoff = self._kv = None
         self._finished = []
         self._urgent = self.ended  # every later read returns the end again
         return outputs

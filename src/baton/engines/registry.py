@@ -11,6 +11,7 @@ import msgspec
 from baton.config.directories import cache_directory
 from baton.config.engines import ExpertOptions
 from baton.config.settings import Settings
+from baton.engine_kit.cpp_build import BuildError, find_compiler
 from baton.engines.echo.engine import MODEL_DIR, VISION_MODEL_DIR, EchoEngine
 from baton.errors import ConfigError
 from baton.models.chat_template import read_all_templates, read_template_file
@@ -21,6 +22,8 @@ from baton.ports.engine import Engine
 
 if TYPE_CHECKING:
     from baton.engines.torch.engine import TorchEngine
+
+GPU_DEVICE = Path("/dev/nvidiactl")
 
 
 def _echo(settings: Settings) -> Engine:
@@ -46,6 +49,18 @@ def _torch(settings: Settings) -> Engine:
     options = msgspec.structs.replace(settings.torch, context=settings.context_length)
     exports_kv = settings.role == "prefill"
     return _torch_generate(settings)(options, directory, name, exports_kv=exports_kv, experts=settings.experts)
+
+
+def _torch_warning(settings: Settings) -> str | None:
+    """Return what a missing compiler costs, where a CPU computes."""
+    on_gpu = settings.torch.device.startswith("cuda") or (settings.torch.device == "auto" and GPU_DEVICE.exists())
+    if on_gpu or not settings.torch.native or embeds(settings):
+        return None
+    try:
+        find_compiler()
+    except BuildError as error:
+        return f"{error}. Until then answers take three to five times as long"
+    return None
 
 
 def _torch_generate(settings: Settings) -> "type[TorchEngine]":
@@ -135,6 +150,7 @@ class Kind(NamedTuple):
 
     `weights` is the pattern of the files without which it does not start. `help` returns the help text of its own
     arguments; an engine without it takes none. `load` imports an engine that needs more than an import of `needs`.
+    `warning` returns what makes it slow on this machine.
     """
 
     build: Callable[[Settings], Engine]
@@ -144,12 +160,18 @@ class Kind(NamedTuple):
     weights: str = ""
     help: Callable[[Settings], str] | None = None
     load: Callable[[Settings], None] | None = None
+    warning: Callable[[Settings], str | None] = lambda settings: None
 
 
 ENGINES = {
     "echo": Kind(_echo, str(MODEL_DIR), "echo"),
     "torch": Kind(
-        _torch, "smollm2", "smollm2", needs=("torch", "transformers", "safetensors"), weights="*.safetensors"
+        _torch,
+        "smollm2",
+        "smollm2",
+        needs=("torch", "transformers", "safetensors"),
+        weights="*.safetensors",
+        warning=_torch_warning,
     ),
     "sglang": Kind(
         _sglang, "smollm2", "smollm2", needs=("sglang", "torch", "zmq", "psutil"), help=_sglang_help, load=_load_sglang
@@ -242,14 +264,15 @@ def embeds(settings: Settings) -> bool:
     return settings.engine != "echo" and is_sentence_model(Path(settings.model))
 
 
-def engine_args_help(settings: Settings) -> str:
-    """Return the help text of the arguments after `--`. Raises ConfigError if the engine takes none."""
+def engine_args_help(settings: Settings) -> str | None:
+    """Return the help text of the arguments after `--`, None if the engine takes none."""
     kind = _kind(settings)
-    if kind.help is None:
-        raise ConfigError(
-            f"the engine {settings.engine} takes no arguments after --; its options are --{settings.engine}-*"
-        )
-    return kind.help(settings)
+    return kind.help(settings) if kind.help is not None else None
+
+
+def start_warning(settings: Settings) -> str | None:
+    """Return what makes the engine of prepared `settings` slow on this machine, None if nothing does."""
+    return ENGINES[settings.engine].warning(settings)
 
 
 def import_engine(settings: Settings) -> None:

@@ -7,9 +7,11 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
+from baton.config.peer_tls import PeerTls
 from baton.errors import PeerLost
 from baton.transfer.connection_limit import ConnectionLimit, ConnectionSlot
-from baton.transfer.sockets import receive_bytes, shut_down
+from baton.transfer.sockets import configure, receive_bytes, shut_down
+from baton.transfer.tls import accepted
 from baton.transfer.wire import PREAMBLE_BYTES
 
 log = logging.getLogger(__name__)
@@ -17,6 +19,7 @@ log = logging.getLogger(__name__)
 PREAMBLE_TIMEOUT_S = 5.0
 ACCEPT_RETRY_S = 0.1
 CLOSE_TIMEOUT_S = 5.0
+TLS_FILES = 3  # of a connection with TLS: its own, and the pair that carries its plain text
 
 # Serves a connection until its end, and closes it. Called once its preamble has been read.
 Serve = Callable[[socket.socket, ConnectionSlot], Awaitable[None]]
@@ -25,10 +28,13 @@ Serve = Callable[[socket.socket, ConnectionSlot], Awaitable[None]]
 class KvListener:
     """Passes each connection to the function for its preamble. Event-loop thread only."""
 
-    def __init__(self, listener: socket.socket, max_connections: int, serve: Mapping[bytes, Serve]) -> None:
-        self.limit = ConnectionLimit(min(max_connections, _half_of_open_files()))
+    def __init__(
+        self, listener: socket.socket, max_connections: int, serve: Mapping[bytes, Serve], tls: PeerTls | None = None
+    ) -> None:
+        self.limit = ConnectionLimit(connections_allowed(max_connections, 1 if tls is None else TLS_FILES))
         self._listener = listener
         self._serve = serve
+        self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
 
@@ -70,6 +76,9 @@ class KvListener:
         try:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                configure(connection)  # what serves it gets another socket
+                connection = await accepted(connection, self._tls, PREAMBLE_TIMEOUT_S)
             async with asyncio.timeout(PREAMBLE_TIMEOUT_S):
                 preamble = await receive_bytes(connection, PREAMBLE_BYTES, PREAMBLE_TIMEOUT_S)
             serve = self._serve.get(preamble)
@@ -81,7 +90,7 @@ class KvListener:
         await serve(connection, slot)
 
 
-def _half_of_open_files() -> int:
-    """Return half of the files that this process may open: the rest is for everything else that it does."""
+def connections_allowed(max_connections: int, files_each: int) -> int:
+    """Return how many connections may have half of the files that this process may open; the rest is for its work."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, soft // 2)
+    return max(1, min(max_connections, soft // 2 // files_each))

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from baton.config.peer_tls import PeerTls
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, PeerLost
+from baton.metrics.families import SECONDS, Distribution
 from baton.ports.transfer import BlockMemory, Channel, TransportClient
 from baton.protocol.handoff import Ticket
 from baton.protocol.media import PlacedItem
@@ -18,6 +20,7 @@ from baton.transfer import wire
 from baton.transfer.block_copy import require_alike
 from baton.transfer.connection import RoomConnection, outgoing_connection
 from baton.transfer.producer_peer import ProducerPeer
+from baton.transfer.tls import connect_to
 from baton.transfer.transports import transport_clients
 
 log = logging.getLogger(__name__)
@@ -29,24 +32,31 @@ GIVEN_UP = Cancelled("the other worker has given up its claim")
 T = TypeVar("T")
 
 
-def open_room_client(options: KvTransferOptions, memory: BlockMemory | None) -> "RoomClient":
+def open_room_client(
+    options: KvTransferOptions, memory: BlockMemory | None, tls: PeerTls | None = None
+) -> "RoomClient":
     """Return a client that fetches blocks into `memory`, or only claims it for an engine that fetches KV itself.
 
     Raises ConfigError.
     """
-    return RoomClient(options, memory, transport_clients(options, memory) if memory is not None else ())
+    return RoomClient(options, memory, transport_clients(options, memory, tls) if memory is not None else (), tls)
 
 
 class RoomClient:
     """A Consumer (see `ports/transfer.py`). Event-loop thread only."""
 
     def __init__(
-        self, options: KvTransferOptions, memory: BlockMemory | None, transports: Sequence[TransportClient]
+        self,
+        options: KvTransferOptions,
+        memory: BlockMemory | None,
+        transports: Sequence[TransportClient],
+        tls: PeerTls | None = None,
     ) -> None:
         self.options = options
+        self._tls = tls
         self.memory = memory
         self.bytes_by_transport: defaultdict[str, float] = defaultdict(float)
-        self.seconds_by_transport: defaultdict[str, float] = defaultdict(float)
+        self.seconds_by_transport: defaultdict[str, Distribution] = defaultdict(lambda: Distribution(SECONDS))
         self._transports = transports
         self._peers: dict[str, ProducerPeer] = {}  # by identity of the producer's process
         self._producers: dict[tuple[str, int], str] = {}  # the process that was last seen at an address
@@ -135,7 +145,14 @@ class RoomClient:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.options.connect_timeout_s):
-                await loop.create_connection(lambda: connection, ticket.host.strip("[]"), ticket.port)
+                if self._tls is None:
+                    await loop.create_connection(lambda: connection, ticket.host.strip("[]"), ticket.port)
+                else:
+                    plain = await connect_to(ticket.host, ticket.port, self.options.connect_timeout_s, self._tls)
+                    await loop.create_unix_connection(lambda: connection, sock=plain)
+        except PeerLost:
+            self.forget_producer(ticket)
+            raise
         except OSError as error:  # TimeoutError is one
             self.forget_producer(ticket)
             reason = error.strerror or f"no answer within {self.options.connect_timeout_s:g} s"
@@ -193,6 +210,8 @@ class RoomClaim:
         loop = asyncio.get_running_loop()
         self.ticket = ticket
         self.cached_tokens: int | None = None
+        self.transport: str | None = None
+        self.moved_bytes = 0
         self._consumer = consumer
         self._on_arrived = on_arrived
         self._on_lost = on_lost
@@ -328,8 +347,11 @@ class RoomClaim:
             if theirs:
                 began = time.perf_counter()
                 await channel.fetch(self.ticket, theirs, mine)
-                self._consumer.seconds_by_transport[transport] += time.perf_counter() - began
-                self._consumer.bytes_by_transport[transport] += len(theirs) * memory.planes * memory.block_bytes
+                self._consumer.seconds_by_transport[transport].observe(time.perf_counter() - began)
+                moved = len(theirs) * memory.planes * memory.block_bytes
+                self._consumer.bytes_by_transport[transport] += moved
+                self.transport = transport
+                self.moved_bytes += moved
             position += len(part.blocks)
             if part.complete:
                 break

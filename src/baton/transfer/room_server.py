@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from baton.config.peer_tls import PeerTls
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, ConfigError, PeerLost
 from baton.ports.transfer import BlockMemory
@@ -30,7 +31,11 @@ BACKLOG = 512
 
 
 async def open_room_server(
-    options: KvTransferOptions, memory: BlockMemory | None, host: str, bootstrap_address: tuple[str, int] | None = None
+    options: KvTransferOptions,
+    memory: BlockMemory | None,
+    host: str,
+    bootstrap_address: tuple[str, int] | None = None,
+    tls: PeerTls | None = None,
 ) -> "RoomServer":
     """Listen on `host` for claims to blocks of `memory`, or of an engine that moves KV itself, at `bootstrap_address`.
 
@@ -42,7 +47,7 @@ async def open_room_server(
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {options.port} (--kv-port): {error}") from None
     listener.setblocking(False)
-    return RoomServer(options, memory, listener, bootstrap_address)
+    return RoomServer(options, memory, listener, bootstrap_address, tls)
 
 
 class RoomServer:
@@ -54,6 +59,7 @@ class RoomServer:
         memory: BlockMemory | None,
         listener: socket.socket,
         bootstrap_address: tuple[str, int] | None = None,
+        tls: PeerTls | None = None,
     ) -> None:
         self.rooms = Rooms(memory_s=options.claim_timeout_s)
         self.address: tuple[str, int] = listener.getsockname()[:2]
@@ -61,7 +67,9 @@ class RoomServer:
         self._memory = memory
         self._bootstrap_address = bootstrap_address
         self._identity = uuid.uuid4().hex
-        self._servers = transport_servers(options, memory, self.rooms.check) if memory is not None else {}
+        self._servers = (
+            transport_servers(options, memory, self.rooms.check, tls is not None) if memory is not None else {}
+        )
         tcp = self._servers.get(TcpServer.name)
         self._tcp = tcp if isinstance(tcp, TcpServer) else None
         self._leases: dict[Room, RoomLease] = {}
@@ -75,7 +83,7 @@ class RoomServer:
         if self._tcp is not None:
             tcp_serve = self._tcp.serve
             serve[wire.DATA_PREAMBLE] = lambda connection, slot: tcp_serve(connection, slot.verify)
-        self._listener = KvListener(listener, options.max_connections, serve)
+        self._listener = KvListener(listener, options.max_connections, serve, tls)
 
     @property
     def connections(self) -> int:

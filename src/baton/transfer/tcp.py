@@ -5,6 +5,8 @@ Request ─────────────────────►      
         ◄───────────────────── head    bytes of the reason for a refusal, bytes of KV
         ◄───────────────────── reason, or the KV: plane by plane, in the order of the request
         ◄───────────────────── crc32   of head and KV, if the request asks for it
+
+KV of a GPU goes through pinned memory of its host (`device_copy.py`). The other side may be of either kind.
 """
 
 import asyncio
@@ -13,17 +15,17 @@ import socket
 import struct
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 import numpy as np
 
+from baton.config.peer_tls import PeerTls
 from baton.errors import PeerLost
 from baton.ports.transfer import BlockMemory, Channel, Check
 from baton.protocol.handoff import Room, Ticket
 from baton.transfer.block_copy import (
     Numbers,
-    Spans,
     block_numbers,
     block_pairs,
     require_alike,
@@ -31,12 +33,12 @@ from baton.transfer.block_copy import (
     require_sound,
     spans,
 )
+from baton.transfer.device_copy import Staging
 from baton.transfer.sockets import (
     Checksum,
     Pump,
     array_span,
     configure,
-    connect,
     join_spans,
     receive_bytes,
     receive_some,
@@ -45,6 +47,7 @@ from baton.transfer.sockets import (
     sending,
     shut_down,
 )
+from baton.transfer.tls import connect_to
 from baton.transfer.wire import DATA_PREAMBLE
 
 log = logging.getLogger(__name__)
@@ -72,23 +75,55 @@ class TcpDetails(msgspec.Struct, frozen=True):
     checksum: bool = False
 
 
+class Answering:
+    """The blocks of one request on their way, in one part or several."""
+
+    def __init__(self) -> None:
+        self._pump: Pump | None = None
+        self._error: PeerLost | None = None
+
+    async def send(self, pump: Pump, stall_timeout_s: float) -> None:
+        """Send one part. Raises PeerLost, also if it was stopped before."""
+        if self._error is not None:
+            raise self._error
+        self._pump = pump
+        await pump.run(stall_timeout_s)
+
+    def stop(self, error: PeerLost) -> None:
+        """End with `error`; after return nothing is sent."""
+        self._error = error
+        if self._pump is not None:
+            self._pump.stop(error)
+
+
 class TcpServer:
-    """Sends blocks of `memory` to consumers, on connections that it is given. Event-loop thread only."""
+    """Sends blocks of `memory` to consumers, on connections that it is given. Event-loop thread only.
+
+    Memory of a GPU needs `staging`, which is closed with this.
+    """
 
     name = "tcp"
 
-    def __init__(self, memory: BlockMemory, check: Check, checksum: bool = False, stall_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        memory: BlockMemory,
+        check: Check,
+        checksum: bool = False,
+        stall_timeout_s: float = 5.0,
+        staging: Staging | None = None,
+    ) -> None:
         self._memory = memory
+        self._staging = staging
         self._check = check
         self._checksum = checksum
         self._stall_timeout_s = stall_timeout_s
         self._serving: dict[socket.socket, asyncio.Future[None]] = {}
-        self._sending: dict[int, set[Pump]] = {}  # by room
+        self._sending: dict[int, set[Answering]] = {}  # by room
         self._closed = False
 
     async def open(self) -> dict[str, object]:
         """Return whether checksums are required. Raises PeerLost for a cache that the CPU cannot read."""
-        require_host(self._memory, self.name)
+        self._require_readable()
         return {"checksum": self._checksum}
 
     async def close(self) -> None:
@@ -97,11 +132,13 @@ class TcpServer:
         for connection in self._serving:
             shut_down(connection)
         await asyncio.gather(*self._serving.values())
+        if self._staging is not None:
+            await self._staging.close()
 
     def end_room(self, room: int) -> None:
-        """Stop sending blocks of `room`, which others may write next; after return they are not read."""
-        for pump in self._sending.get(room, ()):
-            pump.stop(PeerLost(f"room {room} has ended"))
+        """Stop sending blocks of `room`, which others may write next; after return what they hold is not sent."""
+        for answering in self._sending.get(room, ()):
+            answering.stop(PeerLost(f"room {room} has ended"))
 
     async def serve(self, connection: socket.socket, on_verified: Callable[[], None]) -> None:
         """Answer the requests on `connection` until the peer disconnects or stalls, then close it.
@@ -143,36 +180,52 @@ class TcpServer:
     async def _answer(self, connection: socket.socket, request: Request) -> None:
         """Send the requested blocks, or the reason for a refusal. Raises PeerLost, also after a refusal."""
         try:
-            requested = self._requested_spans(request)
+            blocks = self._requested_blocks(request)
         except PeerLost as error:
             reason = (error.message or "refused").encode()[:REASON_BYTES]
             await send_bytes(connection, ANSWER_HEAD.pack(len(reason), 0) + reason, self._stall_timeout_s)
             raise
-        head = np.frombuffer(ANSWER_HEAD.pack(0, requested.nbytes), np.uint8)
         checksum = Checksum() if request.checksum else None
-        await self._send_blocks(request.room, sending(connection, join_spans(array_span(head), requested), checksum))
+        answering = Answering()
+        others = self._sending.setdefault(request.room, set())
+        others.add(answering)
+        try:
+            await self._send_blocks(connection, blocks, answering, checksum)
+        finally:
+            others.discard(answering)
+            if not others:
+                self._sending.pop(request.room, None)
         if checksum is not None:
             await send_bytes(connection, CHECKSUM.pack(checksum.value), self._stall_timeout_s)
 
-    async def _send_blocks(self, room: int, pump: Pump) -> None:
-        """Send the blocks unless the room ends meanwhile. Raises PeerLost."""
-        pumps = self._sending.setdefault(room, set())
-        pumps.add(pump)
-        try:
-            await pump.run(self._stall_timeout_s)
-        finally:
-            pumps.discard(pump)
-            if not pumps:
-                self._sending.pop(room, None)
+    async def _send_blocks(
+        self, connection: socket.socket, blocks: Numbers, answering: Answering, checksum: Checksum | None
+    ) -> None:
+        """Send the head and the blocks unless their room ends meanwhile. Raises PeerLost."""
+        nbytes = len(blocks) * self._memory.planes * self._memory.block_bytes
+        head = np.frombuffer(ANSWER_HEAD.pack(0, nbytes), np.uint8)
+        unsent = array_span(head)
+        if self._staging is None or not len(blocks):
+            every = join_spans(unsent, spans(self._memory, blocks))
+            await answering.send(sending(connection, every, checksum), self._stall_timeout_s)
+            return
+        async with aclosing(self._staging.read(blocks)) as parts:
+            async for part in parts:
+                await answering.send(sending(connection, join_spans(unsent, part), checksum), self._stall_timeout_s)
+                unsent = array_span(head[:0])
 
-    def _requested_spans(self, request: Request) -> Spans:
-        """Return the spans of the requested blocks. Raises PeerLost unless the room offers them to this consumer."""
+    def _requested_blocks(self, request: Request) -> Numbers:
+        """Return the numbers of the requested blocks. Raises PeerLost unless the room offers them to this consumer."""
         if len(request.blocks) % 4:
             raise PeerLost("invalid block numbers")
         blocks = np.frombuffer(request.blocks, "<u4").astype(np.int64)
         self._check(request.room, request.secret, blocks.tolist())
-        require_host(self._memory, self.name)
-        return spans(self._memory, block_numbers(self._memory, blocks))
+        self._require_readable()
+        return block_numbers(self._memory, blocks)
+
+    def _require_readable(self) -> None:
+        if self._staging is None:
+            require_host(self._memory, self.name)
 
 
 def _request_bytes(data: bytes, max_bytes: int) -> int:
@@ -184,21 +237,33 @@ def _request_bytes(data: bytes, max_bytes: int) -> int:
 
 
 class TcpClient:
-    """Fetches KV from producers on any host. Event-loop thread only."""
+    """Fetches KV from producers on any host. Event-loop thread only.
+
+    Memory of a GPU needs `staging`, which is closed with this.
+    """
 
     name = "tcp"
 
     def __init__(
-        self, mine: BlockMemory, checksum: bool = False, connect_timeout_s: float = 3.0, stall_timeout_s: float = 5.0
+        self,
+        mine: BlockMemory,
+        checksum: bool = False,
+        connect_timeout_s: float = 3.0,
+        stall_timeout_s: float = 5.0,
+        tls: PeerTls | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self._mine = mine
         self._checksum = checksum
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
+        self._tls = tls
+        self._staging = staging
 
     async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> Channel:
         """Connect to the ticket's address and prove its secret. Raises PeerLost."""
-        require_host(self._mine, self.name)
+        if self._staging is None:
+            require_host(self._mine, self.name)
         require_sound(memory, memory.nbytes)
         require_alike(self._mine, memory)
         try:
@@ -206,26 +271,43 @@ class TcpClient:
         except msgspec.MsgspecError as error:
             raise PeerLost(f"the producer sent invalid transport details: {error}") from None
         channel = TcpChannel(
-            self._mine, memory, self._checksum or required, self._connect_timeout_s, self._stall_timeout_s
+            self._mine,
+            memory,
+            self._checksum or required,
+            self._connect_timeout_s,
+            self._stall_timeout_s,
+            self._tls,
+            self._staging,
         )
         await channel.open(ticket)
         return channel
 
     async def close(self) -> None:
-        """Nothing to free: channels hold the connections."""
+        """Free the staging buffers; channels hold the connections."""
+        if self._staging is not None:
+            await self._staging.close()
 
 
 class TcpChannel:
     """A connection to one producer, established again after a failed fetch. Fetches run one at a time."""
 
     def __init__(
-        self, mine: BlockMemory, theirs: BlockMemory, checksum: bool, connect_timeout_s: float, stall_timeout_s: float
+        self,
+        mine: BlockMemory,
+        theirs: BlockMemory,
+        checksum: bool,
+        connect_timeout_s: float,
+        stall_timeout_s: float,
+        tls: PeerTls | None = None,
+        staging: Staging | None = None,
     ) -> None:
+        self._staging = staging
         self._mine = mine
         self._theirs = theirs
         self._checksum = checksum
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
+        self._tls = tls
         self._lock = asyncio.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
@@ -265,7 +347,7 @@ class TcpChannel:
     async def _connected(self, ticket: Ticket) -> socket.socket:
         """Return the connection, established if need be: it begins with a request without blocks. Raises PeerLost."""
         if self._connection is None and not self._closed:
-            self._connection = await connect(ticket.host, ticket.port, self._connect_timeout_s)
+            self._connection = await connect_to(ticket.host, ticket.port, self._connect_timeout_s, self._tls)
             await send_bytes(self._connection, DATA_PREAMBLE, self._stall_timeout_s)
             nothing: Numbers = np.empty(0, np.int64)
             await self._request_blocks(self._connection, ticket, nothing, nothing)
@@ -284,15 +366,23 @@ class TcpChannel:
         if reason_bytes:
             reason = await receive_bytes(connection, min(reason_bytes, REASON_BYTES), self._stall_timeout_s)
             raise PeerLost(reason.decode(errors="replace"))
-        wanted = spans(self._mine, target)
-        if nbytes != wanted.nbytes:
-            raise PeerLost(f"the producer sends {nbytes} bytes instead of {wanted.nbytes}")
+        wanted = len(target) * self._mine.planes * self._mine.block_bytes
+        if nbytes != wanted:
+            raise PeerLost(f"the producer sends {nbytes} bytes instead of {wanted}")
         checksum = Checksum(zlib.crc32(head)) if self._checksum else None
-        await receive_spans(connection, wanted, self._stall_timeout_s, checksum)
+        await self._receive_blocks(connection, target, checksum)
         if checksum is None:
             return
         if CHECKSUM.unpack(await receive_bytes(connection, CHECKSUM.size, self._stall_timeout_s)) != (checksum.value,):
             raise PeerLost("the KV was corrupted in transit: its checksum is wrong")
+
+    async def _receive_blocks(self, connection: socket.socket, target: Numbers, checksum: Checksum | None) -> None:
+        if self._staging is None:
+            await receive_spans(connection, spans(self._mine, target), self._stall_timeout_s, checksum)
+            return
+        async with aclosing(self._staging.write(target)) as parts:
+            async for part in parts:
+                await receive_spans(connection, part, self._stall_timeout_s, checksum)
 
     def _drop(self) -> None:
         if self._connection is not None:

@@ -128,7 +128,7 @@ def test_not_before_delays_and_merges_tokens(written: str) -> None:
     async def body() -> None:
         stream = OutputStream()
         clock = asyncio.get_running_loop().time
-        not_before = clock() + 0.05
+        not_before = clock() + 0.5  # longer than a busy machine takes for what follows
         if written == "before the read":
             stream.push([1])
         reading = asyncio.create_task(stream.read(not_before))
@@ -237,33 +237,3 @@ def test_everything_written_is_read_once_in_order(writes: list[object], order: l
         deltas = [output for output in outputs if isinstance(output, TokenDelta) and output.index == index]
         assert [token for delta in deltas for token in delta.token_ids] == written
         assert sum(isinstance(output, Finished) and output.index == index for output in outputs) == 1
-
-
-def test_a_writer_can_wait_for_a_slow_reader() -> None:
-    async def body() -> None:
-        stream = OutputStream()
-        await stream.caught_up(60)
-        stream.push([1])
-        assert stream.unread
-        waiting = asyncio.create_task(stream.caught_up(60))
-        await asyncio.sleep(0.02)
-        assert not waiting.done()
-        await stream.read()
-        await waiting
-        assert not stream.unread
-
-    run_bounded(body())
-
-
-def test_a_writer_waits_no_longer_than_its_timeout() -> None:
-    async def body() -> None:
-        stream = OutputStream()
-        stream.push([1])
-        await stream.caught_up(0.01)
-        ended = asyncio.create_task(stream.caught_up(60))
-        await asyncio.sleep(0)
-        stream.fail(Cancelled("aborted"))
-        await ended
-        await stream.caught_up(60)
-
-    run_bounded(body())

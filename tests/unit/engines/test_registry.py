@@ -1,13 +1,15 @@
 """Settings are completed by the model before any process starts."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.config.engines import TorchOptions
 from baton.config.settings import Settings
-from baton.engines.registry import prepare_model
+from baton.engines.registry import prepare_model, start_warning
 from baton.errors import ConfigError
 from tests.doubles.chat_model import make_chat_model
 
@@ -53,3 +55,22 @@ def test_a_file_that_is_no_chat_template_is_refused(
         template.write_bytes(content)
     with pytest.raises(ConfigError, match=problem):
         prepare(model, chat_template=str(template))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"device": "cpu"}, "apt install g++"),
+        ({"device": "cpu", "native": False}, None),  # it is not used anyway
+        ({"device": "cuda"}, None),
+    ],
+)
+def test_a_missing_compiler_is_named_with_its_cost_where_it_would_be_used(
+    model: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], expected: str | None
+) -> None:
+    settings = Settings(engine="torch", model=str(model), torch=TorchOptions(**flags))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    warning = start_warning(settings)
+    assert warning is None if expected is None else expected in (warning or "")
+    monkeypatch.setenv("CXX", sys.executable)
+    assert start_warning(settings) is None

@@ -12,7 +12,7 @@ from baton.transfer.transports import transport_clients, transport_servers
 from tests.unit.transfer.kv_caches import SHAPE, Cache, only
 
 NIXL = ["nixl"] if nixl.available() else []
-GPU = BlockMemory(shape=SHAPE, address=0, planes=1, plane_bytes=10, block_bytes=10, blocks=1, device="cuda:0")
+GPU = BlockMemory(shape=SHAPE, address=0, planes=1, plane_bytes=10, block_bytes=10, blocks=1, device="xpu:0")
 
 
 def names(transports: str, memory: BlockMemory) -> tuple[list[str], list[str]]:

@@ -110,6 +110,7 @@ class EchoEngine:
         self._refuse_impossible(sequence)
         self._read_fault(sequence)
         self._waiting.append(sequence)
+        sequence.report("queued")
         self._work.set()
         return sequence.stream
 
@@ -261,6 +262,7 @@ class EchoEngine:
             sequence.cached_tokens = held.cached * BLOCK
             sequence.ready_at = now + self._options.prefill_ms / 1000
             self._running[work.request_id] = sequence
+            sequence.report("first_step")
             if sequence.produces:
                 self._offered[work.request_id] = sequence
             self._compute(sequence, held)
@@ -297,6 +299,7 @@ class EchoEngine:
             return False
         blocks = tuple(sequence.held.numbers[sequence.offered : min(total, sequence.offered + OFFERED_BLOCKS)])
         sequence.offered += len(blocks)
+        sequence.report("prefill_chunk", len(blocks) * BLOCK)
         sequence.stream.computed(KvComputed(blocks, sequence.offered >= total, sequence.cached_tokens))
         return True
 

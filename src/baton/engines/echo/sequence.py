@@ -1,14 +1,15 @@
 """One request inside the echo engine: what it says, and where each choice ends."""
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from time import perf_counter_ns
+from typing import Literal, NamedTuple
 
 from baton.engine_kit.output_stream import OutputStream
 from baton.engines.echo.blocks import HeldBlocks
 from baton.engines.echo.images import ROW_SIZE, echo_of, hashed_tokens, kv_numbers
 from baton.ports.engine import Work
 from baton.protocol.handoff import Consume, Produce
-from baton.protocol.outputs import FinishReason, Logprobs, TopLogprob
+from baton.protocol.outputs import FinishReason, Logprobs, PromptProgress, TopLogprob
 from baton.protocol.requests import StopConditions
 
 Numbers = Seq[int]
@@ -65,6 +66,7 @@ class Sequence:
         "step",
         "stream",
         "total",
+        "was_received",
         "work",
     )
 
@@ -77,6 +79,7 @@ class Sequence:
         self.step = 0 if answer else 1  # between the first tokens of two choices
         self.repeats = not answer and (work.stop.max_tokens is not None or bool(work.stop.ignore_eos))
         self.receiving = False
+        self.was_received = False
         self.offered = 0  # blocks of the prompt that another worker may read
         self._say(answer or self._echo(self.numbers))
         self.reserved = self._reserved(bool(answer))
@@ -104,8 +107,13 @@ class Sequence:
     def received(self, numbers: Numbers) -> None:
         """The KV of the prompt is there, and says `numbers`."""
         self.receiving = False
+        self.was_received = True
         if self.step:
             self._say(self._echo(numbers))
+
+    def report(self, phase: Literal["queued", "first_step", "prefill_chunk"], tokens: int = 0) -> None:
+        """Report what has been done with the prompt."""
+        self.stream.progressed(PromptProgress(perf_counter_ns(), phase, tokens))
 
     def _echo(self, numbers: Numbers) -> tuple[int, ...]:
         return echo_of(numbers) if self.work.media else tuple(numbers)
@@ -129,6 +137,8 @@ class Sequence:
         source, start = self.source, self.produced
         size, stop = len(source), start + count
         if start == 0:
+            if not self.offered and not self.was_received:
+                self.report("prefill_chunk", len(self.numbers) - self.cached_tokens)
             self.stream.cached(self.cached_tokens)
         for index, ending in enumerate(self.endings):
             if start >= ending.length:

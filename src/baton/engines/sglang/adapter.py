@@ -70,7 +70,14 @@ class SglangEngine:
         requests = Requests(started.manager, _generate_request(), self._setting(started.manager, started.facts))
         self._host.on_death(requests.abandon)
         self._host.before_stop(lambda: requests.close(EngineDead("the engine has stopped")))
-        commands = Commands(started.manager, requests, self.capabilities, self._host.model_dir, started.facts.values)
+        commands = Commands(
+            started.manager,
+            requests,
+            self.capabilities,
+            self._host.model_dir,
+            started.facts.values,
+            self._host.options.group_backend,
+        )
         self._serving = _Generating(requests, commands, media)
         if self._host.mode.disaggregation == "prefill":
             dp_size = self._host.arguments.dp_size

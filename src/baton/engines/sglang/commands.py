@@ -36,11 +36,19 @@ class Commands:
     """Executes commands on one engine, one at a time. A command that raises has changed nothing."""
 
     def __init__(
-        self, manager: Manager, requests: Requests, can: Capabilities, model_dir: Path, values: Mapping[str, Any]
+        self,
+        manager: Manager,
+        requests: Requests,
+        can: Capabilities,
+        model_dir: Path,
+        values: Mapping[str, Any],
+        group_backend: str,
     ) -> None:
         device = str(values["device"])
+        if group_backend == "auto":
+            group_backend = "gloo" if device == "cpu" else "nccl"
         self._pause = PauseCommands(manager, requests, "retract" in can.pause_modes)
-        self._weights = WeightCommands(manager, self._pause, model_dir, int(values["tp_size"]), device)
+        self._weights = WeightCommands(manager, self._pause, model_dir, int(values["tp_size"]), group_backend)
         self._records = Records(manager, device)
         self._loras = Loras(manager)
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from baton.engines.sglang.params import adapter_stop_tokens, stop_tokens
+from baton.engines.sglang.prompt_times import prompt_progress
 from baton.engines.sglang.sglang_types import Chunk
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, Overloaded, PeerLost
 from baton.ports.engine import Work
 from baton.protocol.handoff import Consume, Produce
-from baton.protocol.outputs import Finished, FinishReason, Logprobs, TopLogprob
+from baton.protocol.outputs import Finished, FinishReason, Logprobs, PromptProgress, TopLogprob
 
 BAD_REQUEST = range(400, 500)
 BUSY = (429, 503)
@@ -17,7 +18,8 @@ BUSY = (429, 503)
 class ChoiceUpdate(NamedTuple):
     """What one chunk adds to a choice. With `cut`, the engine still generates and must be aborted.
 
-    The first tokens come with the `cached_tokens` of the prompt, those of the first choice with its log-probabilities.
+    The first tokens come with the `cached_tokens` of the prompt and its `progress`, those of the first choice with its
+    log-probabilities.
     """
 
     token_ids: list[int]
@@ -26,6 +28,7 @@ class ChoiceUpdate(NamedTuple):
     cut: bool = False
     cached_tokens: int | None = None
     prompt_logprobs: Logprobs | None = None
+    progress: tuple[PromptProgress, ...] = ()
 
 
 class Choice:
@@ -48,20 +51,23 @@ class Choice:
             return ChoiceUpdate([], None, self._failure(finish))
         ids = chunk.get("output_ids") or []
         start = 0 if self._incremental else self._seen
-        cached = self._cached(meta)
+        cached, progress = self._prompt(meta)
         fresh = list(ids[start:])
         if self._is_plain and finish is None:  # nearly always
             self._seen += len(fresh)
-            return ChoiceUpdate(fresh, cached_tokens=cached)
+            return ChoiceUpdate(fresh, cached_tokens=cached, progress=progress)
         kept, cut = self._kept(fresh)
         end = self._cut_end(kept, meta) if cut else self._end(finish, meta)
         logprobs = self._logprobs(meta, start, len(kept))
         scores = self._prompt_logprobs(meta, len(kept))
         self._seen += len(kept)
-        return ChoiceUpdate(kept, logprobs, end, cut and finish is None, cached, scores)
+        return ChoiceUpdate(kept, logprobs, end, cut and finish is None, cached, scores, progress)
 
-    def _cached(self, meta: Chunk) -> int | None:
-        return None if self._seen else meta.get("cached_tokens")
+    def _prompt(self, meta: Chunk) -> tuple[int | None, tuple[PromptProgress, ...]]:
+        """Return what comes with the first tokens: how much of the prompt was cached, and what was done with it."""
+        if self._seen:
+            return None, ()
+        return meta.get("cached_tokens"), prompt_progress(meta, len(self._work.token_ids))
 
     def _kept(self, fresh: list[int]) -> tuple[list[int], bool]:
         """Return the tokens up to a stop token that SGLang ignores, and whether there is one."""

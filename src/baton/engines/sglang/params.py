@@ -63,7 +63,7 @@ def request_fields(work: Work, rid: str, index: int, setting: Setting) -> dict[s
 def sampling_params(work: Work, index: int, setting: Setting) -> dict[str, Any]:
     """Return SGLang's sampling parameters. The model's defaults apply where the request sets nothing; 0 is a value."""
     if work.stop.min_tokens and not setting.guided:
-        raise Unsupported("min_tokens: this engine runs without a tokenizer; start it with --sglang-guided true")
+        raise Unsupported("min_tokens: this engine runs without a tokenizer; start it with --sglang-guided")
     if setting.diffusion:
         _refuse_for_diffusion(work)
     chosen = {name: value for name, value in _requested(work, index, setting).items() if value is not None}
@@ -168,7 +168,7 @@ def _guide(guided: GuidedDecoding | None, setting: Setting) -> dict[str, str]:
 
 def _refuse_guide(guided: GuidedDecoding, kinds: Sequence[str], setting: Setting) -> None:
     if not setting.guided:
-        raise Unsupported("guided_decoding: this engine runs without a tokenizer; start it with --sglang-guided true")
+        raise Unsupported("guided_decoding: this engine runs without a tokenizer; start it with --sglang-guided")
     if len(kinds) > 1:
         raise InvalidRequest(f"guided_decoding: one kind at a time, not {' and '.join(kinds)}")
     if guided.whitespace_pattern is not None:

@@ -1,5 +1,7 @@
 """The requests inside SGLang: one reader task for each choice, and an abort that reaches every one of them.
 
+A reader handles the first and the last chunk; those between are delivered by SGLang's receiving loop itself.
+
 SGLang aborts every request whose id *begins* with the given one, so ids begin with a number of fixed length: aborting
 "a.1" must not abort "a.10".
 """
@@ -13,17 +15,17 @@ from contextlib import aclosing
 from typing import Any
 
 from baton.engine_kit.output_stream import OutputStream
+from baton.engines.sglang.chunk_event import deliver_directly
 from baton.engines.sglang.media import media_fields
 from baton.engines.sglang.outputs import Choice, ChoiceUpdate
 from baton.engines.sglang.params import Setting, request_fields
-from baton.engines.sglang.sglang_types import Manager
+from baton.engines.sglang.sglang_types import Chunk, Manager
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest
 from baton.ports.engine import Work
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import Finished
 
 HELD_ABORT_S = 1.0
-CATCH_UP_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -137,15 +139,18 @@ class Requests:
             request.stream.fail(EngineFailed("SGLang ended the request without a reason"))
 
     async def _read(self, request: _Request, index: int, fields: dict[str, Any]) -> None:
-        choice = Choice(request.work, index, self._incremental)
+        choice, rid = Choice(request.work, index, self._incremental), fields["rid"]
+
+        def deliver(chunk: Chunk) -> None:
+            update = choice.read(chunk)
+            self.steps += 1
+            self._deliver(request, rid, index, update)
+
         try:
             async with aclosing(self._manager.generate_request(self._make(**fields), None)) as chunks:
                 async for chunk in chunks:
-                    self.steps += 1
-                    behind = request.stream.unread
-                    self._deliver(request, fields["rid"], index, choice.read(chunk))
-                    if behind:  # SGLang merges chunks that are not read, which is cheaper than a wake-up for each
-                        await request.stream.caught_up(CATCH_UP_S)
+                    deliver(chunk)
+                    deliver_directly(self._manager.rid_to_state.get(rid), deliver)
         except BatonError as error:
             self._fail(request, error)
         except ValueError as error:
@@ -157,8 +162,8 @@ class Requests:
     def _deliver(self, request: _Request, rid: str, index: int, update: ChoiceUpdate) -> None:
         stream = request.stream
         if update.token_ids:
-            if not request.begun and update.cached_tokens is not None:
-                stream.cached(update.cached_tokens)
+            if not request.begun:
+                self._begin(stream, update)
             request.begun = True
             if update.prompt_logprobs is not None:
                 stream.scored(update.prompt_logprobs)
@@ -169,6 +174,13 @@ class Requests:
                 self._manager.abort_request(rid=rid)
         elif end is not None:
             self._fail(request, self.because if isinstance(end, Cancelled) and self.because is not None else end)
+
+    def _begin(self, stream: OutputStream, update: ChoiceUpdate) -> None:
+        """Add what the first tokens come with."""
+        if update.cached_tokens is not None:
+            stream.cached(update.cached_tokens)
+        for progress in update.progress:
+            stream.progressed(progress)
 
     def _fail(self, request: _Request, error: BatonError) -> None:
         """Fail the request, because one of its choices failed."""

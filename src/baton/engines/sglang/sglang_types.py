@@ -7,10 +7,21 @@ from typing import Any, Protocol
 Chunk = Mapping[str, Any]
 
 
+class Notified(Protocol):
+    """What SGLang's receiving loop sets, and the generator of a request waits for: an asyncio.Event."""
+
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+    async def wait(self) -> object: ...
+
+
 class RequestState(Protocol):
-    """A request in SGLang's tokenizer manager."""
+    """A request in SGLang's tokenizer manager, with the chunks that its generator has not taken."""
 
     dispatched: bool
+    finished: bool
+    event: Notified
+    out_list: list[Chunk]
 
 
 class Watchdog(Protocol):

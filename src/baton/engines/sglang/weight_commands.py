@@ -29,12 +29,14 @@ Answer = tuple[bool, str]
 class WeightCommands:
     """Replaces weights between two steps. Weights that do not fit the model are refused before any is replaced."""
 
-    def __init__(self, manager: Manager, pause: PauseCommands, model_dir: Path, tp_size: int, device: str) -> None:
+    def __init__(
+        self, manager: Manager, pause: PauseCommands, model_dir: Path, tp_size: int, group_backend: str
+    ) -> None:
         self._manager = manager
         self._pause = pause
         self._model_dir = model_dir
         self._tp_size = tp_size
-        self._backend = "gloo" if device == "cpu" else "nccl"
+        self._backend = group_backend
         self._shapes: Shapes | None = None
         self._group: str | None = None
 

@@ -1,10 +1,11 @@
 """Memory that can be released to the machine and resumed: one region for each tag, with tensors as views of it.
 
-The views stay valid objects; while their arena is released they must not be accessed. After `resume` the memory may
-have another address, so raw pointers must be read again.
+The views stay valid objects; while their arena is released they must not be accessed. On devices that are neither a CPU
+nor a GPU of CUDA, the memory may have another address after `resume`, so raw pointers must be read again.
 """
 
 import fcntl
+import logging
 import math
 import mmap
 import os
@@ -16,7 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.engine_kit.cuda.driver import CudaError, find_driver
+from baton.engine_kit.cuda.regions import Region
 from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _ALIGN = 64
 _PART = 64 << 20
@@ -25,9 +30,10 @@ _PART = 64 << 20
 class Arena:
     """One region of `nbytes` on one device.
 
-    On a CPU it is a mapping whose pages are returned to the machine while its addresses stay; on other devices torch's
-    storage is resized to 0. `dense` memory is read sequentially, and uses huge pages on a CPU. `shared` memory on a CPU
-    maps an anonymous file: a process that receives its `descriptor` can map it too.
+    On a CPU it is a mapping whose pages are returned to the machine while its addresses stay, on a GPU a region that
+    does the same; on other devices torch's storage is resized to 0. `dense` memory is read sequentially, and uses huge
+    pages on a CPU. `shared` memory on a CPU maps an anonymous file: a process that receives its `descriptor` can map it
+    too. Every region of a GPU can be mapped.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class Arena:
         self._spill_dir = spill_dir
         self._kept: FileIO | None = None
         self._pages: mmap.mmap | None = None
+        self._region: Region | None = None
         if device.type == "cpu":
             if shared:
                 self.descriptor = _anonymous_file(max(nbytes, 1))
@@ -49,8 +56,14 @@ class Arena:
                 self._pages.madvise(mmap.MADV_HUGEPAGE)
             self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes)
         else:
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._region = _make_region(nbytes, device) if device.type == "cuda" else None
+            self._bytes = _bytes_on(device, nbytes, self._region)
         self._next = 0
+
+    @property
+    def address(self) -> int:
+        """Where it begins; 0 while torch's storage is released."""
+        return self._bytes.data_ptr()
 
     def carve(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the next tensor of this arena."""
@@ -77,7 +90,10 @@ class Arena:
         """
         if not self.released:
             return
-        if self._pages is None:
+        if self._region is not None:
+            torch.cuda.empty_cache()
+            self._refill(self._region)
+        elif self._pages is None:
             self._bytes.untyped_storage().resize_(self.nbytes)
         try:
             if self._kept is not None:
@@ -91,7 +107,10 @@ class Arena:
         self._forget()
 
     def close(self) -> None:
-        """Close the file of kept content and the shared descriptor. The tensors stay valid. Idempotent."""
+        """Close the file of kept content and the shared descriptor. The tensors stay valid. Idempotent.
+
+        A region of a GPU is given back with the last of its tensors.
+        """
         self._forget()
         if self.descriptor is not None:
             os.close(self.descriptor)
@@ -111,9 +130,18 @@ class Arena:
             # Such pages read as zero. Pages of a file are only freed by MADV_REMOVE.
             self._pages.madvise(mmap.MADV_DONTNEED if self.descriptor is None else mmap.MADV_REMOVE)
             return
+        if self._region is not None:
+            self._region.drop()
+            return
         self._bytes.untyped_storage().resize_(0)
         if self._bytes.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _refill(self, region: Region) -> None:
+        try:
+            region.fill()
+        except CudaError as error:
+            raise RuntimeError(f"the GPU's memory cannot be mapped again: {error}") from error
 
     def _spill(self) -> FileIO:
         self._spill_dir.mkdir(parents=True, exist_ok=True)
@@ -142,6 +170,46 @@ class Arena:
                 view = view[count:]
             if host is not part:
                 part.copy_(host)
+
+
+class _RegionBytes:
+    """A region as an array that torch takes over, without a copy; the last tensor of it closes the region."""
+
+    def __init__(self, region: Region, nbytes: int) -> None:
+        self._region = region
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (region.address, False),
+            "strides": None,
+            "version": 2,
+        }
+
+    def __del__(self) -> None:
+        try:
+            self._region.close()
+        except CudaError as error:  # the context may be gone, at the end of the process
+            log.debug("a region of GPU memory: %s", error)
+
+
+def _make_region(nbytes: int, device: torch.device) -> Region | None:
+    """Return memory at a fixed address, None, with the reason logged, where the driver has none."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    driver, number = find_driver(), device.index if device.index is not None else torch.cuda.current_device()
+    if not nbytes or driver is None or not driver.can_share(number):
+        log.warning("this GPU's memory cannot be mapped by other processes, and moves when it is released")
+        return None
+    try:
+        return Region(driver, number, nbytes)
+    except CudaError as error:
+        log.warning("this GPU's memory cannot be mapped by other processes: %s", error)
+        return None
+
+
+def _bytes_on(device: torch.device, nbytes: int, region: Region | None) -> Tensor:
+    if region is None:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return torch.as_tensor(_RegionBytes(region, nbytes), device=device)
 
 
 def _anonymous_file(nbytes: int) -> int:
@@ -192,6 +260,13 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"this machine has no device {name}; choose another with --torch-device")
     return device
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the current one of this thread: Triton and graphs that are captured run there, whatever their
+    tensors are on."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def usable_cores() -> int:

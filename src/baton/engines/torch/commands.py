@@ -74,6 +74,7 @@ class CommandExecutor:
 
     def execute(self, command: Command) -> Outcome:
         """Execute a command that needs no preparation. Raises Unsupported, InvalidRequest or EngineFailed."""
+        self._core.drain()
         match command:
             case ReleaseMemory():
                 return self._release(self._arenas(command.tags))
@@ -180,6 +181,7 @@ class CommandExecutor:
             self._leave_unusable_group()
 
     def _update(self, replace: ReplaceWeights, version: str) -> Outcome:
+        self._core.drain()
         self._refuse_during_handoff()
         count = replace()
         self._core.runner.weights_replaced()

@@ -2,18 +2,21 @@
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from time import perf_counter_ns
+from typing import Literal, NamedTuple
 
 from baton.config.engines import TorchOptions
 from baton.engine_kit.output_stream import join_logprobs
 from baton.engines.torch.blocks import BlockPool
+from baton.engines.torch.capacity import with_device_defaults
 from baton.engines.torch.commands import CommandExecutor
 from baton.engines.torch.diffusion.candidates import Decided
 from baton.engines.torch.experts.batch_rows import batch_rows
 from baton.engines.torch.experts.pass_counter import PassCounter
 from baton.engines.torch.experts.record_commands import RecordCommands
-from baton.engines.torch.runner import Runner, Sampling
-from baton.engines.torch.sampler import Sampled
+from baton.engines.torch.pending import PendingStep, Sampling
+from baton.engines.torch.runner import Runner
+from baton.engines.torch.sampling.sampler import Sampled
 from baton.engines.torch.sampling_params import finish_of
 from baton.engines.torch.scheduler import Batch, Chunk, Scheduler
 from baton.engines.torch.sequence import Phase, Sequence
@@ -21,7 +24,7 @@ from baton.errors import BatonError, EngineDead, EngineFailed, PeerLost
 from baton.protocol.commands import Command, JoinGroup, Outcome, UpdateWeights
 from baton.protocol.events import KvEvent, LoadSnapshot
 from baton.protocol.ids import RequestId
-from baton.protocol.outputs import Finished, FinishReason, KvComputed, KvWanted, Logprobs
+from baton.protocol.outputs import Finished, FinishReason, KvComputed, KvWanted, Logprobs, PromptProgress
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +60,17 @@ class HandoffBlocks(NamedTuple):
     blocks: KvComputed | KvWanted
 
 
+class RequestProgress(NamedTuple):
+    """What was done with the prompt of a request."""
+
+    request_id: RequestId
+    progress: PromptProgress
+
+
 class StepResult(NamedTuple):
     """What the event loop receives after a step, or after requests and commands between two steps."""
 
+    progress: list[RequestProgress]
     handoff_blocks: list[HandoffBlocks]
     sampled: list[SampledToken]
     failed: list[FailedRequest]
@@ -67,30 +78,58 @@ class StepResult(NamedTuple):
     load: LoadSnapshot
 
 
+class _Flight(NamedTuple):
+    """A started step, or why it could not be started."""
+
+    batch: Batch
+    step: PendingStep | None
+    error: Exception | None = None
+
+    def wait(self) -> Sampling:
+        """Return what the step has sampled. Raises why it could not be started, or what it raises."""
+        if self.step is None:
+            raise self.error or RuntimeError("the step was not started")
+        return self.step.wait()
+
+
 class Core:
-    """The model, the scheduler and the requests between them: a Stepper (see `thread.py`)."""
+    """The model, the scheduler and the requests between them: a Stepper (see `thread.py`).
+
+    On a GPU a step is started before the tokens of the one before are read, where those can only end sequences:
+
+        GPU    | step 1           | step 2           | step 3          |
+        host   | start 2 | wait 1 ... read 1, start 3 | wait 2 ... read 2, start 4
+
+    What is sampled for a sequence that has ended meanwhile is dropped. Blocks that are freed may still be written by
+    the step that runs; later steps come after it on the device, and transfers wait for it (`Runner.settle`).
+    """
 
     def __init__(self, runner: Runner, options: TorchOptions) -> None:
         self.runner = runner
         pool = BlockPool(runner.blocks, runner.block)
-        budget = _step_tokens(options, runner.device.type)
+        options = with_device_defaults(options, runner.device)
         by_block = runner.config.diffusion is not None
-        self.scheduler = Scheduler(pool, options.max_running, budget, options.prefix_cache, by_block)
+        self.scheduler = Scheduler(pool, options.max_running, options.batch_tokens, options.prefix_cache, by_block)
         self.pass_counter = PassCounter(runner.experts, runner.slots) if runner.experts and runner.slots else None
         self.steps = 0
         self.running = 0
         self._commands = CommandExecutor(self)
         self._handoff_blocks: list[HandoffBlocks] = []
+        self._progress: list[RequestProgress] = []
+        self._step_began_ns = 0
         self._sampled: list[SampledToken] = []
         self._failed: list[FailedRequest] = []
         self._last_load: LoadSnapshot | None = None
         self._failed_steps = 0
         self._requests: dict[RequestId, list[Sequence]] = {}
+        self._flight: _Flight | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a step can be computed."""
+        """Whether a step can be computed, or has been started."""
         scheduler = self.scheduler
+        if self._flight is not None:
+            return True
         return bool(scheduler.running or scheduler.waiting) and not (scheduler.blocked or self._commands.halted)
 
     @property
@@ -101,6 +140,7 @@ class Core:
     def add(self, choices: list[Sequence]) -> None:
         """Queue a request. Its other choices follow when the first has computed the prompt that they share."""
         self._requests[choices[0].work.request_id] = choices
+        self._report_progress(choices[0], "queued")
         self.scheduler.add(choices[0])
 
     def received(self, request_id: RequestId) -> None:
@@ -117,6 +157,21 @@ class Core:
 
     def step(self) -> None:
         """Compute one batch. A failure ends only the requests in it; several failed steps in a row are fatal."""
+        flight = self._flight or self._start()
+        self._flight = None
+        if flight is not None:
+            self._flight = self._start_next(flight)
+            self._finish_step(flight)
+
+    def drain(self) -> None:
+        """Finish a step that has been started, so that memory and weights can change."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._finish_step(flight)
+
+    def _start(self) -> _Flight | None:
+        """Start the next batch; None if there is nothing to compute."""
+        self._step_began_ns = perf_counter_ns()
         batch = self.scheduler.schedule()
         self.steps += 1
         if self.scheduler.wanting:
@@ -124,26 +179,63 @@ class Core:
         if self.scheduler.lost:
             self._fail_lost()
         if self.scheduler.blocked:
-            return
+            return None
+        self.runner.records_routing = self.pass_counter is not None and self.pass_counter.wants()
         try:
-            sampled = self._compute(batch)
+            return _Flight(batch, self.runner.start(batch))
+        except Exception as error:  # noqa: BLE001 - ends the requests of the step
+            return _Flight(batch, None, error)
+
+    def _start_next(self, flight: _Flight) -> _Flight | None:
+        """Start the step after `flight`, if it does not depend on what that samples."""
+        if flight.step is None or not flight.step.sampled_on_device or not self.runner.overlaps:
+            return None
+        if self.pass_counter is not None and self.pass_counter.used:
+            return None
+        decodes = self.scheduler.next_decodes(flight.batch)
+        if not decodes:
+            return None
+        self.steps += 1
+        batch = Batch([], decodes)
+        try:
+            return _Flight(batch, self.runner.start_next(decodes))
+        except Exception as error:  # noqa: BLE001 - ends the requests of the step
+            return _Flight(batch, None, error)
+
+    def _finish_step(self, flight: _Flight) -> None:
+        """Wait for a step, and add what it has computed and sampled to its sequences."""
+        try:
+            results = dict(flight.wait())
         except Exception as error:
             log.exception("a step failed")
-            self._fail_batch(batch, error)
+            self._fail_batch(flight.batch, error)
             return
+        batch = flight.batch
         self._failed_steps = 0
         self._account_experts(batch)
-        for chunk in (*batch.prefills, *batch.decodes):
-            self.scheduler.computed(chunk)
-            self._start_siblings(chunk)
-            if chunk.sequence.produces:
-                self._report_computed(chunk.sequence)
-        for sequence, result in sampled:
-            if isinstance(result, BatonError):
-                self.fail(sequence.work.request_id, result)
-            elif sequence.phase is not Phase.ENDED:
-                self._extend(sequence, result)
+        prefills = [chunk for chunk in batch.prefills if _is_current(chunk)]
+        current = [*prefills, *(chunk for chunk in batch.decodes if _is_current(chunk))]
+        self._report_prefills(prefills)
+        for chunk in current:
+            self._record_computed(chunk, chunk.sequence in results)
+        for chunk in current:
+            if (result := results.get(chunk.sequence)) is not None:
+                self._add_result(chunk.sequence, result)
         self._commands.after_step()
+
+    def _record_computed(self, chunk: Chunk, has_result: bool) -> None:
+        if chunk.last and not has_result:
+            chunk = Chunk(chunk.sequence, chunk.start, chunk.length - 1)  # its last row is repeated in the next step
+        self.scheduler.computed(chunk)
+        self._start_siblings(chunk)
+        if chunk.sequence.produces:
+            self._report_computed(chunk.sequence)
+
+    def _add_result(self, sequence: Sequence, result: Sampled | Decided | BatonError) -> None:
+        if isinstance(result, BatonError):
+            self.fail(sequence.work.request_id, result)
+        elif sequence.phase is not Phase.ENDED:
+            self._extend(sequence, result)
 
     def tick(self) -> None:
         """See `Stepper.tick`: an engine that is paused or waits for KV is not stuck."""
@@ -151,6 +243,7 @@ class Core:
 
     def close(self) -> None:
         """See `Stepper.close`."""
+        self._flight = None
         self._commands.close()
 
     @property
@@ -191,15 +284,13 @@ class Core:
         """See `Stepper.take_result`."""
         self.running = len({sequence.work.request_id for sequence in self.scheduler.running})
         load, pool = self.load(), self.scheduler.pool
-        if not (self._sampled or self._handoff_blocks or self._failed or pool.events) and load == self._last_load:
+        news = self._sampled or self._handoff_blocks or self._failed or self._progress or pool.events
+        if not news and load == self._last_load:
             return None
-        result = StepResult(self._handoff_blocks, self._sampled, self._failed, pool.events, load)
+        result = StepResult(self._progress, self._handoff_blocks, self._sampled, self._failed, pool.events, load)
+        self._progress = []
         self._handoff_blocks, self._sampled, self._failed, pool.events, self._last_load = [], [], [], [], load
         return result
-
-    def _compute(self, batch: Batch) -> Sampling:
-        self.runner.records_routing = self.pass_counter is not None and self.pass_counter.wants()
-        return self.runner.run(batch)
 
     def _account_experts(self, batch: Batch) -> None:
         """Count the experts that a step has used, before its tokens are added; experts may move then."""
@@ -207,7 +298,28 @@ class Core:
             routing = self.runner.routing
             self.pass_counter.after_pass(routing.slots if routing is not None else None, lambda: batch_rows(batch))
 
+    def _report_prefills(self, chunks: list[Chunk]) -> None:
+        """Other choices share the prompt of the first; what they compute is not reported."""
+        for chunk in chunks:
+            if chunk.sequence.index == 0:
+                self._report_first_step(chunk.sequence)
+                stop = min(
+                    chunk.start + chunk.length, chunk.sequence.prompt_length
+                )  # blocks of a diffusion model go on
+                self._report_progress(chunk.sequence, "prefill_chunk", max(0, stop - chunk.start))
+
+    def _report_first_step(self, sequence: Sequence) -> None:
+        if not sequence.stepped:
+            sequence.stepped = True
+            progress = PromptProgress(self._step_began_ns, "first_step")
+            self._progress.append(RequestProgress(sequence.work.request_id, progress))
+
+    def _report_progress(self, sequence: Sequence, phase: Literal["queued", "prefill_chunk"], tokens: int = 0) -> None:
+        progress = PromptProgress(perf_counter_ns(), phase, tokens)
+        self._progress.append(RequestProgress(sequence.work.request_id, progress))
+
     def _report_wanted(self) -> None:
+        self.runner.settle()  # steps of sequences that have ended may still write to these blocks
         size = self.scheduler.pool.size
         self._handoff_blocks += [
             HandoffBlocks(sequence.work.request_id, sequence.wanted_blocks(size)) for sequence in self.scheduler.wanting
@@ -268,6 +380,8 @@ class Core:
                 self.scheduler.end(sequence)
             finished = self._finished(sequence, *end)
         is_first = sequence.index == 0 and sequence.generated == 1
+        if is_first:
+            self._report_first_step(sequence)
         cached = sequence.cached_tokens if is_first else None
         scores = _prompt_logprobs(sequence) if is_first else None
         self._sampled.append(
@@ -291,16 +405,13 @@ class Core:
             self.fail(chunk.sequence.work.request_id, failure)
 
 
+def _is_current(chunk: Chunk) -> bool:
+    """Whether a sequence is still where a step has computed it."""
+    return chunk.sequence.phase is Phase.RUNNING and chunk.start + chunk.length <= chunk.sequence.end
+
+
 def _prompt_logprobs(sequence: Sequence) -> Logprobs | None:
     if sequence.params.prompt_logprobs is None:
         return None
     parts, sequence.prompt_logprobs = sequence.prompt_logprobs, []
     return join_logprobs(parts)
-
-
-def _step_tokens(options: TorchOptions, device: str) -> int:
-    """Return the token budget of one step.
-
-    A long step delays every sequence that decodes beside it. A CPU is as fast with short steps; a GPU is not.
-    """
-    return options.batch_tokens or (256 if device == "cpu" else 2048)

@@ -251,8 +251,8 @@ class TorchEngine:
             context_length=min(runner.context, runner.blocks * runner.block),
             block_size=runner.block,
             total_blocks=runner.blocks,
-            max_running=self._options.max_running,
-            max_batch_tokens=self._options.batch_tokens,
+            max_running=runner.max_running,
+            max_batch_tokens=core.scheduler.batch_tokens,
             vocab_size=runner.config.vocab,
             eos_token_ids=eos_token_ids,
             reasoning_end_token=reasoning_end_token(self._directory),
@@ -332,12 +332,7 @@ class TorchEngine:
 
     def _deliver(self, result: "StepResult") -> None:
         """Pass the result of a step to the streams and the readings."""
-        for request_id, blocks in result.handoff_blocks:
-            if (stream := self._streams.get(request_id)) is not None:
-                if isinstance(blocks, KvWanted):
-                    stream.want(blocks)
-                else:
-                    stream.computed(blocks)
+        self._deliver_progress(result)
         for sampled in result.sampled:
             stream = self._streams.get(sampled.request_id)
             if stream is not None:
@@ -352,6 +347,18 @@ class TorchEngine:
         self._kv_events += result.kv_events
         self._load = result.load
         self._new_readings.set()
+
+    def _deliver_progress(self, result: "StepResult") -> None:
+        """Pass on what was done with prompts, and the blocks of handoffs."""
+        for request_id, progress in result.progress:
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.progressed(progress)
+        for request_id, blocks in result.handoff_blocks:
+            if (stream := self._streams.get(request_id)) is not None:
+                if isinstance(blocks, KvWanted):
+                    stream.want(blocks)
+                else:
+                    stream.computed(blocks)
 
     def _finish(self, request_id: RequestId, stream: OutputStream, end: Finished) -> None:
         stream.finish(end.reason, end.index, end.stop_reason, end.cached_tokens)

@@ -1,7 +1,8 @@
 """Loads weights from a model directory into existing tensors. Every name and shape is checked before any read."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -44,8 +45,7 @@ def load_weights(
             _check_type(homes[name].file, homes[name].stored, directory)
         total = sum(part.nbytes for part in parts.values())
         done = 0
-        for name, part in parts.items():
-            _read(homes[name], part)
+        for part in _read_all(homes, parts):
             done += part.nbytes
             report(done, total)
 
@@ -83,8 +83,25 @@ def _check_type(file: SafetensorsFile, name: str, directory: Path) -> None:
         raise ConfigError(f"{name} in {directory} has {stored.nbytes} bytes, which do not fit its shape")
 
 
-def _read(home: _Home, part: Tensor) -> None:
+def _read_all(homes: Mapping[str, _Home], parts: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Read the tensors and yield each: on their way to a GPU several at once, because each is copied twice."""
+
+    def read(name: str) -> Tensor:
+        return _read(homes[name], parts[name])
+
+    if any(part.device.type == "cuda" for part in parts.values()):
+        with ThreadPoolExecutor(_GPU_READERS) as readers:
+            yield from readers.map(read, parts)
+    else:
+        yield from map(read, parts)
+
+
+def _read(home: _Home, part: Tensor) -> Tensor:
+    """Read a tensor into `part`, and return it."""
     dtype = _TYPES[home.file.tensors[home.stored].dtype]
+    if part.device.type == "cuda" and part.is_contiguous():
+        _read_to_gpu(home, part.flatten(), dtype)
+        return part
     in_place = part.device.type == "cpu" and part.dtype == dtype and part.is_contiguous()
     target = part if in_place else torch.empty(home.shape, dtype=dtype)
     if target.numel():
@@ -92,6 +109,24 @@ def _read(home: _Home, part: Tensor) -> None:
         home.file.read_part(home.stored, home.start * dtype.itemsize, data)
     if not in_place:
         part.copy_(target)
+    return part
+
+
+def _read_to_gpu(home: _Home, part: Tensor, dtype: torch.dtype) -> None:
+    """Read a tensor in pieces through pinned memory: one is read while the last one is copied."""
+    with torch.cuda.stream(torch.cuda.Stream(part.device)):  # type: ignore[no-untyped-call]
+        count = min(len(part), _PIECE_BYTES // dtype.itemsize)
+        hosts = [torch.empty(count, dtype=dtype, pin_memory=True) for _ in range(2)]
+        copied = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
+        for number, start in enumerate(range(0, len(part), max(count, 1))):
+            host, event = hosts[number % 2][: len(part) - start], copied[number % 2]
+            event.synchronize()
+            data = host.view(torch.uint8).numpy().data
+            home.file.read_part(home.stored, (home.start + start) * dtype.itemsize, data)
+            part[start : start + len(host)].copy_(host, non_blocking=True)
+            event.record()
+        for event in copied:
+            event.synchronize()
 
 
 def mismatch(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], partial: bool = False) -> str | None:
@@ -105,6 +140,9 @@ def mismatch(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]],
     missing = [] if partial else [name for name in parts if name not in shapes]
     return f"{missing[0]} is missing, with {len(missing) - 1} others" if missing else None
 
+
+_GPU_READERS = 8
+_PIECE_BYTES = 16 << 20
 
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -1,27 +1,27 @@
 """Computes a step: a batch in, the next token of each sequence out. Knows tensors and nothing of requests.
 
 On a CPU the native step (`native/`) computes the whole batch, if it can be compiled. On CPUs where torch is faster with
-many rows, torch computes the prompts, and a step is two passes. On a GPU torch computes prompts, and captured graphs
-(`graphs.py`) the decodes. Otherwise torch computes everything.
+many rows, torch computes the prompts, and a step is two passes. On a GPU the kernels of `gpu/` compute everything, and
+steps overlap. Otherwise torch computes everything.
 """
 
 import logging
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from baton.config.directories import spill_directory
 from baton.config.engines import ExpertOptions, TorchOptions
-from baton.engines.torch.arena import Arena, arena_bytes, available_bytes, find_device, usable_cores
-from baton.engines.torch.diffusion.candidates import Decided, decide
+from baton.engines.torch.arena import Arena, arena_bytes, available_bytes, find_device, usable_cores, use_device
+from baton.engines.torch.capacity import with_device_defaults
+from baton.engines.torch.diffusion.candidates import decide
 from baton.engines.torch.experts.routing import Routing, join_passes, stack_layers
 from baton.engines.torch.experts.settings import ExpertSettings, resolve_experts
 from baton.engines.torch.experts.slots import ExpertSlots
-from baton.engines.torch.graphs import DecodeGraphs
 from baton.engines.torch.kv_memory import describe_kv
 from baton.engines.torch.loader import Report, load_weights, tensor_names
 from baton.engines.torch.models.config import LlamaConfig, read_llama_config
@@ -34,15 +34,19 @@ from baton.engines.torch.models.llama import (
 )
 from baton.engines.torch.native.decoder import NativeDecoder
 from baton.engines.torch.native.library import has_matrix_unit, load_decoder_library
-from baton.engines.torch.sampler import Sampled, prompt_logprobs, sample
+from baton.engines.torch.pending import ComputedStep, PendingStep, Sampling, StartedStep
+from baton.engines.torch.sampling.logprobs import prompt_logprobs
+from baton.engines.torch.sampling.sampler import sample
 from baton.engines.torch.scheduler import Batch, Chunk
 from baton.engines.torch.sequence import Sequence
-from baton.engines.torch.step_inputs import StepInputs, rotary_shift
-from baton.errors import BatonError, ConfigError
+from baton.engines.torch.step_inputs import StepInputs, rows_to_sample
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.engines.torch.gpu.step import GpuStep
 
 log = logging.getLogger(__name__)
 
-Sampling = list[tuple[Sequence, Sampled | Decided | BatonError]]
 _LOGIT_ROWS = 128  # rows of logits at once for the logprobs of a prompt
 _NO_EXPERT_OPTIONS = ExpertOptions()
 
@@ -53,8 +57,9 @@ class Runner:
     A mixture-of-experts model has `slots`, divided and filled as `experts` says. While `records_routing` is set, each
     step leaves its `routing`.
 
-    `torch_prompts` makes torch compute prompts even with a native step; None decides by the CPU. With `exports_kv`
-    other processes can map the KV cache.
+    `torch_prompts` makes torch compute prompts even with a native step; None decides by the CPU. `kernels` makes the
+    kernels of `gpu/` compute all steps; None uses them on a GPU, if Triton can compile them. With `exports_kv` other
+    processes can map the KV cache.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Runner:
         torch_prompts: bool | None = None,
         exports_kv: bool = False,
         experts: ExpertOptions = _NO_EXPERT_OPTIONS,
+        kernels: bool | None = None,
     ) -> None:
         spill_dir = spill_directory(options)
         self.config = read_llama_config(directory)
@@ -72,6 +78,9 @@ class Runner:
         self.routing: Routing | None = None
         self._routed: list[Routing] = []
         self.device = find_device(options.device)
+        use_device(self.device)
+        options = with_device_defaults(options, self.device)
+        self.max_running = options.max_running
         self.dtype = torch.float32 if options.dtype == "float32" else torch.bfloat16
         self.threads = options.threads or usable_cores()
         torch.set_num_threads(self.threads)
@@ -85,7 +94,7 @@ class Runner:
         self.context = min(options.context or self.config.context, self.config.context)
         self.block = self._block_size(options)
         self.blocks = options.blocks or self._affordable_blocks(options)
-        blocks = self.blocks + (self.device.type == "cuda")  # one more, for the padding rows of captured graphs
+        blocks = self.blocks + (self.device.type == "cuda")  # a spare one, for the padding rows of captured graphs
         kv_shape = (self.config.layers, 2, blocks * self.block, self.config.kv_heads, self.config.head_dim)
         self.kv_arena = Arena(arena_bytes(kv_shape, self.dtype), self.device, spill_dir, shared=exports_kv)
         self.kv = self.kv_arena.carve(kv_shape, self.dtype)
@@ -94,19 +103,46 @@ class Runner:
         )
         cos, sin = rotary_tables(self.config, self._rotary_positions(), self.device)
         self._model = self._make_model(cos, sin)
+        self._gpu = self._make_gpu_step(cos, sin, kernels)
+        self._captured = self._addresses()
         self._native = self._make_native(cos, sin) if options.native else None
-        self._graphs = self._make_graphs() if self.device.type == "cuda" else None
         if torch_prompts is None:
             torch_prompts = self._native is not None and self.dtype == torch.bfloat16 and has_matrix_unit()
         self._torch_prompts = torch_prompts
         self._inputs = StepInputs(self.block, self.dtype, self.device)
 
-    def run(self, batch: Batch) -> Sampling:
+    @property
+    def overlaps(self) -> bool:
+        """Whether `start_next` can be used."""
+        return self._gpu is not None and self._gpu.overlaps
+
+    def start(self, batch: Batch) -> PendingStep:
+        """Start to compute `batch` and to sample the next token of every sequence that has one.
+
+        The KV of the batch is complete for every later step. A step may be computed when this returns.
+        """
+        self._routed = []
+        if self._gpu is None:
+            return ComputedStep(self._run(batch))
+        outputs = self._gpu.compute(batch, self._score_prompts, lambda read: self._record(lambda: stack_layers(read())))
+        self.routing = join_passes(self._routed)
+        if outputs is None:
+            return ComputedStep([])
+        if self.config.diffusion is None and self._gpu.can_sample(outputs.sequences):
+            return StartedStep(self._gpu.sample(outputs), outputs.sequences)
+        return ComputedStep(self._sample(outputs.logits, outputs.sequences))
+
+    def start_next(self, decodes: list[Chunk]) -> PendingStep:
+        """Start a step of tokens that a started one samples, before that is waited for; `overlaps` is true."""
+        assert self._gpu is not None
+        outputs = self._gpu.compute_next(decodes)
+        return StartedStep(self._gpu.sample(outputs, ahead=1), outputs.sequences)
+
+    def _run(self, batch: Batch) -> Sampling:
         """Compute `batch` and sample the next token of every sequence that has one, or decide some of its block."""
         for_torch, for_native = self._divided(batch)
         logits: list[Tensor] = []
         sequences: list[Sequence] = []
-        self._routed = []
         if for_torch.prefills or for_torch.decodes:
             self._use_threads(self.threads)
             sequences += self._run_torch(for_torch, logits)
@@ -114,8 +150,6 @@ class Runner:
             # Threads that torch has used spin for a while, and would slow down the native step.
             self._use_threads(1)
             sequences += self._run_native(self._native, for_native, logits)
-        if self._graphs is not None and batch.decodes:
-            sequences += self._run_graphs(self._graphs, batch.decodes, logits)
         self.routing = join_passes(self._routed)
         if not sequences:
             return []
@@ -124,7 +158,7 @@ class Runner:
     def settle(self) -> None:
         """Return when all computed KV is in memory: a GPU may still be computing after a step."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()  # copies of transfers have streams of their own
 
     def weights_replaced(self) -> None:
         """Write new weights of experts to all their copies."""
@@ -135,8 +169,13 @@ class Runner:
         """Take pointers again after an arena has been resumed."""
         if self._native is not None:
             self._native.bind(self.weights, self._paged())
-        if self._graphs is not None:
-            self._graphs.forget()
+        if self._gpu is not None and self._addresses() != self._captured:
+            self._captured = self._addresses()
+            self._gpu.forget_graphs()
+
+    def _addresses(self) -> tuple[int, int]:
+        """Return where weights and KV are, which captured graphs have in them."""
+        return self.weights_arena.address, self.kv_arena.address
 
     def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Sampling:
         diffusion = self.config.diffusion
@@ -149,9 +188,7 @@ class Runner:
             torch.set_num_threads(count)
 
     def _divided(self, batch: Batch) -> tuple[Batch, Batch]:
-        """Return what torch computes of a batch, and what the native step does. Captured graphs compute the rest."""
-        if self._graphs is not None:
-            return Batch(batch.prefills, []), Batch([], [])
+        """Return what torch computes of a batch, and what the native step does."""
         if self._native is None:
             return batch, Batch([], [])
         if self._torch_prompts:
@@ -163,10 +200,10 @@ class Runner:
         hidden = self._model.forward(self._inputs.step(batch.prefills, batch.decodes))
         self._record(lambda: stack_layers(self._model.routed))
         self._score_prompts(batch.prefills, lambda rows: self._model.logits(hidden[rows.start : rows.stop]))
-        rows, sequences = _rows_to_sample(batch)
+        rows, chunks = rows_to_sample(batch)
         if rows:
             logits.append(self._model.logits(hidden[rows]))
-        return sequences
+        return [chunk.sequence for chunk in chunks]
 
     def _run_native(self, native: NativeDecoder, batch: Batch, logits: list[Tensor]) -> list[Sequence]:
         """As `_run_torch`."""
@@ -180,35 +217,14 @@ class Runner:
         if not batch.prefills and self.config.diffusion is None:
             logits.append(native.forward(chunks))
             return [chunk.sequence for chunk in batch.decodes]
-        rows, sequences = _rows_to_sample(batch)
+        rows, sampled = rows_to_sample(batch)
         if any(chunk.sequence.scored for chunk in batch.prefills):
             native.forward(chunks, [])
             self._score_prompts(batch.prefills, lambda rows: native.score(list(rows)))
             logits.append(native.score(rows))
         else:
             logits.append(native.forward(chunks, rows))
-        return sequences
-
-    def _run_graphs(self, graphs: DecodeGraphs, decodes: list[Chunk], logits: list[Tensor]) -> list[Sequence]:
-        """As `_run_torch`."""
-        for unit, chunks in groupby(decodes, key=lambda chunk: chunk.sequence.unit):
-            group = list(chunks)
-            output = self._replay(graphs, group, unit)
-            self._record(lambda: stack_layers(graphs.routed))
-            if self.config.diffusion is not None:  # only some rows are sampled; the copy outlasts the next graph
-                output = output[_rows_to_sample(Batch([], group))[0]]
-            logits.append(output if unit == 1 else self._model.logits(output))
-        return [chunk.sequence for chunk in decodes]
-
-    def _replay(self, graphs: DecodeGraphs, decodes: list[Chunk], unit: int) -> Tensor:
-        """Compute chunks of sequences with one unit, in parts of one unit each."""
-        parts = [(chunk, start) for chunk in decodes for start in range(chunk.start, chunk.start + chunk.length, unit)]
-        return graphs.forward(
-            [chunk.sequence.inputs(start, start + unit) for chunk, start in parts],
-            [start for _, start in parts],
-            [start + rotary_shift(chunk) for chunk, start in parts],
-            [chunk.sequence.blocks for chunk, _ in parts],
-        )
+        return [chunk.sequence for chunk in sampled]
 
     def _record(self, read: Callable[[], Routing]) -> None:
         """Keep the experts of the rows just computed, if they are wanted."""
@@ -249,12 +265,30 @@ class Runner:
                 self.slots.place(layer, row)
 
     def _make_native(self, cos: Tensor, sin: Tensor) -> NativeDecoder | None:
-        if self.device.type != "cpu" or load_decoder_library() is None:
+        if self.device.type != "cpu" or self._gpu is not None or load_decoder_library() is None:
             return None
         return NativeDecoder(self.config, self.weights, self._paged(), cos, sin, self.threads, self.slots)
 
-    def _make_graphs(self) -> DecodeGraphs:
-        return DecodeGraphs(self._model, self.block, self.blocks, self.device)
+    def _make_gpu_step(self, cos: Tensor, sin: Tensor, kernels: bool | None) -> "GpuStep | None":
+        on_gpu = self.device.type == "cuda"
+        if not (on_gpu if kernels is None else kernels):
+            return None
+        try:
+            from baton.engines.torch.gpu.compilation import find_problem, run_small_kernel
+            from baton.engines.torch.gpu.step import CacheShape, GpuStep
+        except ImportError as error:
+            raise ConfigError(f"a GPU needs Triton, which comes with torch for CUDA: {error}") from error
+        cache = CacheShape(self.block, self.blocks, self._rotary_positions())
+        dispatch = self.slots.dispatch if self.slots else None
+        step = GpuStep(self.config, self.weights, self.kv, (cos, sin), cache, self.max_running, dispatch)
+        if on_gpu and (problem := find_problem(lambda: run_small_kernel(self.device), step.warm_up)) is not None:
+            if kernels:
+                raise ConfigError(f"the GPU's kernels are not available: {problem}")
+            log.warning(
+                "the GPU's kernels are not available (%s): torch computes instead, which is far slower", problem
+            )
+            return None
+        return step
 
     def _paged(self) -> Tensor:
         layers, two, _, heads, size = self.kv.shape
@@ -307,19 +341,6 @@ def _score_chunk(chunk: Chunk, offset: int, logits_of: Callable[[range], Tensor]
         end = min(start + _LOGIT_ROWS, stop)
         logits = logits_of(range(offset + start, offset + end))
         sequence.prompt_logprobs.append(prompt_logprobs(logits, sequence.tokens[start + 1 : end + 1], top))
-
-
-def _rows_to_sample(batch: Batch) -> tuple[list[int], list[Sequence]]:
-    """Return the rows that give the logits of tokens, and the sequences that get those tokens."""
-    rows: list[int] = []
-    sequences: list[Sequence] = []
-    first = 0
-    for chunk in (*batch.prefills, *batch.decodes):
-        if chunk.last:
-            rows += [first + row for row in chunk.sequence.sampled_rows(chunk.start, chunk.length)]
-            sequences.append(chunk.sequence)
-        first += chunk.length
-    return rows, sequences
 
 
 def _round_up(value: int, step: int) -> int:

@@ -39,6 +39,11 @@ class Chunk(NamedTuple):
         return self.start + self.length == self.sequence.end
 
     @property
+    def samples(self) -> bool:
+        """Whether the sequence runs and gets its next token with this chunk."""
+        return self.sequence.phase is Phase.RUNNING and self.last
+
+    @property
     def decodes(self) -> bool:
         """Whether it is the newest token of a sequence, and text; or the block that is decoded."""
         sequence, media = self.sequence, self.sequence.media
@@ -57,6 +62,7 @@ class Scheduler:
 
     `wanting` gathers those that have begun to receive, and `lost` those that can no longer be computed, until the
     caller takes the lists. `blocked` means that no step is possible before a sequence is added or changes its state.
+    `batch_tokens` is the most that a step computes, of models that decode token by token.
     """
 
     def __init__(
@@ -72,7 +78,7 @@ class Scheduler:
         self.lost: list[Sequence] = []
         self.blocked = False
         self._max_running = max_running
-        self._batch_tokens = max(batch_tokens, max_running)
+        self.batch_tokens = max(batch_tokens, max_running)
         # Blocks that are decoded may fill a step; prompts still go on, by at least one block.
         self._least_prompt_tokens = max(batch_tokens // 4, pool.size) if by_block else 0
         self._reuse = reuse
@@ -135,6 +141,28 @@ class Scheduler:
         batch.decodes.sort(key=lambda chunk: chunk.sequence.unit)  # blocks of one length are computed together
         return batch
 
+    def next_decodes(self, batch: Batch) -> list[Chunk]:
+        """Return the step after `batch` before its tokens are known, with blocks for all of it.
+
+        It is empty if the tokens or what else is scheduled could change it, other than by ending sequences. Sequences
+        that `batch` certainly ends are not in it. All sequences decode token by token.
+        """
+        every = [chunk.sequence for chunk in (*batch.prefills, *batch.decodes) if chunk.samples]
+        if len(every) < len(self.running) or (self.waiting and self._fits(self.waiting[0])):
+            return []
+        going = [sequence for sequence in every if sequence.generated + 1 < sequence.params.max_tokens]
+        return [Chunk(sequence, sequence.end, 1) for sequence in going] if self._extend_blocks(going) else []
+
+    def _extend_blocks(self, sequences: list[Sequence]) -> bool:
+        """Give each sequence a block for its next token; return False, having changed nothing, if blocks run out."""
+        size = self.pool.size
+        lacking = [sequence for sequence in sequences if len(sequence.blocks) * size <= sequence.end]
+        if len(lacking) > self.pool.free:
+            return False
+        for sequence in lacking:
+            sequence.blocks.append(self.pool.allocate())
+        return True
+
     def computed(self, chunk: Chunk) -> None:
         """Record that the KV of `chunk` is in the cache. The blocks that it filled can be reused from now on."""
         sequence, size = chunk.sequence, self.pool.size
@@ -143,7 +171,10 @@ class Scheduler:
         if self._reuse and full > sequence.committed:
             hashes = sequence.hashes_of_full_blocks(size)[:full]
             media = sequence.media.routed if sequence.media is not None else ()
+            before = sequence.blocks[sequence.committed : full]
             self.pool.commit(sequence.blocks, sequence.committed, hashes, sequence.tokens, sequence.event_salt, media)
+            if sequence.blocks[sequence.committed : full] != before:
+                sequence.blocks = list(sequence.blocks)  # another list: copies of it on a device are out of date
             sequence.committed = full
 
     def clear(self) -> None:
@@ -154,7 +185,7 @@ class Scheduler:
 
     def _choose_decodes(self, chosen: dict[Sequence, Chunk]) -> int:
         """Give each decoding sequence its token or its block; return the token budget of prompts."""
-        budget = self._batch_tokens
+        budget = self.batch_tokens
         for sequence in tuple(self.running):
             if sequence.phase is Phase.RUNNING and sequence.decoding:
                 budget -= self._choose(sequence, sequence.pending, chosen)
@@ -181,27 +212,24 @@ class Scheduler:
     def _prompts(self, budget: int, chosen: dict[Sequence, Chunk]) -> list[Sequence]:
         """Return the prompts to compute, in order of rank; admit more while there are few."""
         while True:
-            prompts = [one for one in self.running if one.phase is Phase.RUNNING and one not in chosen]
+            prompts = self._unchosen(chosen)
             enough = len(prompts) >= PROMPTS_AT_ONCE and sum(one.pending for one in prompts) >= budget
             if enough or not self.waiting or not self._admit(self.waiting[0], chosen):
-                return prompts
+                return self._unchosen(chosen)  # an admission that fails may have preempted some
+
+    def _unchosen(self, chosen: dict[Sequence, Chunk]) -> list[Sequence]:
+        return [sequence for sequence in self.running if sequence not in chosen]
 
     def _admit(self, sequence: Sequence, chosen: dict[Sequence, Chunk]) -> bool:
         """Let the head of the queue run or receive if it fits; a sequence of lower priority is preempted for it."""
         pool = self.pool
-        total = -(-sequence.end // pool.size)
-        while True:
-            found = self._reusable(sequence)
-            needed = total - len(found) + pool.idle(found)
-            # One block in reserve for each running sequence, so that an admitted one is not preempted at once.
-            present = len(self.running) + len(self.receiving)
-            if present < self._max_running and needed + present <= pool.free:
-                break
+        while (found := self._room(sequence)) is None:
             victim = self._last()
             if victim is None or victim.work.priority >= sequence.work.priority:
                 return False
             chosen.pop(victim, None)
             self.retract(victim)
+        total = -(-sequence.end // pool.size)
         del self.waiting[0]
         if not sequence.consumes and sequence.lacks_rows(len(found) * pool.size):
             sequence.phase = Phase.HELD
@@ -215,6 +243,20 @@ class Scheduler:
             sequence.cached_tokens = min(sequence.cached_tokens, sequence.computed)
         self._begin(sequence)
         return True
+
+    def _room(self, sequence: Sequence) -> list[int] | None:
+        """Return the cached blocks of a sequence if it fits beside those that are present, else None."""
+        found = self._reusable(sequence)
+        needed = -(-sequence.end // self.pool.size) - len(found) + self.pool.idle(found)
+        # One block in reserve for each running sequence, so that an admitted one is not preempted at once.
+        present = len(self.running) + len(self.receiving)
+        return found if present < self._max_running and needed + present <= self.pool.free else None
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether the head of the queue would be admitted, with a preemption if need be."""
+        victim = self._last()
+        preempts = victim is not None and victim.work.priority < sequence.work.priority
+        return preempts or self._room(sequence) is not None
 
     def _begin(self, sequence: Sequence) -> None:
         """Receive the KV of a consumed prompt, once, as far as it is not cached here; otherwise compute it."""

@@ -64,7 +64,9 @@ class Sequence:
         "produces",
         "prompt_length",
         "prompt_logprobs",
+        "sampled_by_host",
         "sampling_state",
+        "stepped",
         "tokens",
         "work",
     )
@@ -100,6 +102,8 @@ class Sequence:
         self.consumes = isinstance(work.handoff, Consume) and index == 0 and params.prompt_logprobs is None
         self.prompt_logprobs: list[Logprobs] = []
         self.sampling_state: object = None
+        self.sampled_by_host = False  # set where a device cannot sample alone
+        self.stepped = False  # whether a step has computed some of it
 
     @property
     def rank(self) -> tuple[int, int, int]:

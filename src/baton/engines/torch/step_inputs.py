@@ -10,7 +10,7 @@ from baton.engines.torch.embedded_rows import MediaRows
 from baton.engines.torch.models.llama import Decodes, Span, Step
 from baton.engines.torch.native.decoder import Rows
 from baton.engines.torch.prompt_media import RotaryPositions, Triple
-from baton.engines.torch.scheduler import Chunk
+from baton.engines.torch.scheduler import Batch, Chunk
 
 
 class StepInputs:
@@ -42,7 +42,7 @@ class StepInputs:
             slots += self._slots(chunk.sequence.blocks, stop, chunk.start)
         return Step(
             self._tensor(tokens),
-            self._tensor(_positions([*prefills, *decodes])),
+            self._tensor(rotary_positions([*prefills, *decodes])),
             self._tensor(slots),
             spans,
             self._decodes(first, decodes),
@@ -88,7 +88,7 @@ class StepInputs:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _positions(chunks: list[Chunk]) -> list[int] | list[list[int]]:
+def rotary_positions(chunks: list[Chunk]) -> list[int] | list[list[int]]:
     """Return the rotary position of each row, or three lists of them: in time, height and width."""
     found = [chunk.sequence.positions(chunk.start, chunk.start + chunk.length) for chunk in chunks]
     rows = list(chain.from_iterable(map(_triples, chunks, found)))
@@ -108,3 +108,16 @@ def rotary_shift(chunk: Chunk) -> int:
     """Return by how much the rotary position of a token that decodes, which is text, is larger than its index."""
     positions = chunk.sequence.positions(chunk.start, chunk.start + 1)
     return positions if isinstance(positions, int) else positions[0][0] - chunk.start
+
+
+def rows_to_sample(batch: Batch) -> tuple[list[int], list[Chunk]]:
+    """Return the rows of a step that give the logits of tokens, and the chunks of the sequences that get those."""
+    rows: list[int] = []
+    chunks: list[Chunk] = []
+    first = 0
+    for chunk in (*batch.prefills, *batch.decodes):
+        if chunk.last:
+            rows += [first + row for row in chunk.sequence.sampled_rows(chunk.start, chunk.length)]
+            chunks.append(chunk)
+        first += chunk.length
+    return rows, chunks

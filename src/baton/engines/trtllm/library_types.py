@@ -7,6 +7,8 @@ supported version. A name that ends with 13 adds members that exist since 1.3.
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol, TypedDict, Unpack
 
+from baton.engines.trtllm.prompt_times import RequestPerfMetrics
+
 SOURCES: dict[str, tuple[str, ...]] = {
     "Logprob": ("executor.result.Logprob",),
     "DisaggregatedParams": ("disaggregated_params.DisaggregatedParams",),
@@ -92,6 +94,7 @@ class CompletionOutput(Protocol):
     finish_reason: str | None
     stop_reason: int | str | None
     disaggregated_params: DisaggregatedParams | None
+    request_perf_metrics: RequestPerfMetrics | None
 
 
 class Result(Protocol):

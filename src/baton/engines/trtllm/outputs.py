@@ -13,6 +13,7 @@ from baton.engines.trtllm.compat import Library
 from baton.engines.trtllm.generate_args import has_media
 from baton.engines.trtllm.library_types import CompletionOutput, DisaggregatedParams, Result, TokenLogprob
 from baton.engines.trtllm.params import stop_tokens
+from baton.engines.trtllm.prompt_times import prompt_progress
 from baton.errors import EngineFailed
 from baton.ports.engine import Work
 from baton.protocol.handoff import Produce
@@ -62,8 +63,14 @@ class ResultReader:
         self._push_new(output, index, ends)
         if ends:
             self._ended.add(index)
+            if index == 0:
+                self._report_progress(output, prompt_tokens - cached)
             reason, stop_reason = self._finish_reason(output)
             self._stream.finish(reason, index, stop_reason, cached)
+
+    def _report_progress(self, output: CompletionOutput, computed_tokens: int) -> None:
+        for progress in prompt_progress(output.request_perf_metrics, computed_tokens):
+            self._stream.progressed(progress)
 
     def _push_new(self, output: CompletionOutput, index: int, ends: bool) -> None:
         tokens, start = output.token_ids or [], self._pushed.get(index, 0)

@@ -29,7 +29,7 @@ ENCODE = LaunchMode(encoding=True)
     [
         (PREFILL, {"disaggregation_mode": "decode"}, "--disaggregation-mode: it follows"),
         (ALONE, {"disaggregation_mode": "prefill"}, "role"),
-        (ALONE, {"skip_tokenizer_init": True}, "--sglang-guided"),
+        (ALONE, {"skip_tokenizer_init": True}, "--no-sglang-guided"),
         (ALONE, {"incremental_streaming_output": True}, "streamed"),
         (ALONE, {"stream_output": True}, "streamed"),
         (ALONE, {"served_model_name": "x"}, "--name"),

@@ -149,3 +149,18 @@ def test_a_stop_token_ends_an_answer_that_ignores_the_models_end() -> None:
     assert choice.read(chunk([9, 1])) == ChoiceUpdate([9, 1]), "it comes too early"
     update = choice.read(chunk([4, 9, 5]))
     assert update == ChoiceUpdate([4, 9], None, Finished(FinishReason.STOP, 0, 9), cut=True)
+
+
+def test_the_first_tokens_come_with_the_times_of_the_prompt() -> None:
+    times = {"forward_entry_time": 1000.5, "queue_time": 0.25, "prefill_finished_time": 1001.0, "cached_tokens": 1}
+    choice = Choice(make_work(), 0, True)
+    first, second = choice.read(chunk([4], None, **times)), choice.read(chunk([5], None, **times))
+    queued, began, computed = first.progress
+    assert [each.phase for each in first.progress] == ["queued", "first_step", "prefill_chunk"]
+    assert (began.at_ns - queued.at_ns, computed.at_ns - began.at_ns) == (250_000_000, 500_000_000)
+    assert computed.tokens == 1
+    assert second.progress == ()
+
+
+def test_a_prompt_without_times_has_no_progress() -> None:
+    assert Choice(make_work(), 0, True).read(chunk([4])).progress == ()

@@ -15,7 +15,7 @@ from baton.errors import Cancelled, EngineDead, EngineFailed, InvalidRequest, Pa
 from baton.ports.engine import Work
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import Finished
-from baton.protocol.requests import Sampling, StopConditions
+from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 from baton.testing.bounded import eventually, run_bounded
 from baton.testing.engine_session import read_to_the_end
 
@@ -28,38 +28,51 @@ class FrontHalf:
     def __init__(self) -> None:
         self.rid_to_state: dict[str, Any] = {}
         self.lora_ref_cache = {"fine": object()}
-        self.chunks: dict[str, asyncio.Queue[dict[str, Any] | Exception]] = {}
+        self.chunks: dict[str, Any] = {}
+        self.wakes = 0
         self.aborted: list[str] = []
         self.open = asyncio.Event()
         self.open.set()
 
     async def generate_request(self, request: Any, _: None) -> AsyncGenerator[dict[str, Any], None]:
-        self.rid_to_state[request.rid] = state = SimpleNamespace(dispatched=False)
+        state = SimpleNamespace(dispatched=False, finished=False, event=asyncio.Event(), out_list=[])
+        self.rid_to_state[request.rid] = state
         try:
             await self.open.wait()
             state.dispatched = True
-            queue = self.chunks[request.rid] = asyncio.Queue()
+            self.chunks[request.rid] = state
             while True:
-                chunk = await queue.get()
-                if isinstance(chunk, Exception):
-                    raise chunk
-                yield chunk
-                if chunk["meta_info"]["finish_reason"]:
+                await state.event.wait()
+                chunks, state.out_list = state.out_list, []
+                state.event.clear()
+                self.wakes += 1
+                for chunk in chunks:
+                    if isinstance(chunk, Exception):
+                        raise chunk
+                    yield chunk
+                if state.finished:
                     return
         finally:
-            del self.rid_to_state[request.rid]
+            self.rid_to_state.pop(request.rid, None)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Like SGLang's scheduler: it ends whatever begins so."""
         self.aborted.append(rid)
-        for known, queue in self.chunks.items():
+        for known in self.chunks:
             if known.startswith(rid):
-                queue.put_nowait({"output_ids": [], "meta_info": {"finish_reason": ABORT}})
+                self.put(known, {"output_ids": [], "meta_info": {"finish_reason": ABORT}})
+
+    def put(self, rid: str, chunk: dict[str, Any] | Exception) -> None:
+        """Do what SGLang's receiving loop does with a chunk."""
+        state = self.chunks[rid]
+        state.finished = isinstance(chunk, Exception) or chunk["meta_info"]["finish_reason"] is not None
+        state.out_list.append(chunk)
+        state.event.set()
 
     def say(self, request_id: str, tokens: list[int], finish: dict[str, Any] | None = None) -> None:
         """Give the next chunk to a request."""
         (rid,) = [rid for rid in self.chunks if rid.endswith(f"-{request_id}")]
-        self.chunks[rid].put_nowait({"output_ids": tokens, "meta_info": {"finish_reason": finish}})
+        self.put(rid, {"output_ids": tokens, "meta_info": {"finish_reason": finish}})
 
 
 def make_work(name: str, **changes: Any) -> Work:
@@ -90,6 +103,44 @@ def test_tokens_arrive_and_the_request_is_gone_at_its_end() -> None:
         assert answer.tokens[0] == [6]
         await eventually(lambda: requests.running == 0)
         assert requests.steps == 2
+
+    run_bounded(body())
+
+
+def test_chunks_between_the_first_and_the_last_are_delivered_at_once() -> None:
+    async def body() -> None:
+        front, requests = make()
+        stream = requests.submit(make_work("a"))
+        await inside(front, 1)
+        front.say("a", [4])
+        await stream.read()
+        for token in (5, 6, 7):
+            front.say("a", [token])
+        assert [delta.token_ids for delta in await stream.read()] == [[5, 6, 7]]  # type: ignore[union-attr]
+        front.say("a", [8])
+        front.say("a", [9], {"type": "length", "length": 6})
+        assert (await read_to_the_end(stream)).tokens[0] == [8, 9]
+        assert front.wakes == 2, "SGLang's generator has woken for the first chunk and for the last"
+        assert requests.steps == 6
+
+    run_bounded(body())
+
+
+def test_a_chunk_that_cannot_be_read_fails_its_request_and_not_sglangs_loop() -> None:
+    async def body() -> None:
+        front, requests = make()
+        asked = make_work("a", output=OutputOptions(logprobs=0))
+        streams = [requests.submit(work) for work in (asked, make_work("b"))]
+        await inside(front, 2)
+        scores = {"finish_reason": None, "output_token_logprobs": [(-0.5, 4, None)]}
+        front.put(next(iter(front.chunks)), {"output_ids": [4], "meta_info": scores})
+        await streams[0].read()
+        front.say("a", [5])  # without its log-probability
+        front.say("b", [6], {"type": "length", "length": 1})
+        with pytest.raises(EngineFailed, match="0 log-probabilities for 1"):
+            await read_to_the_end(streams[0])
+        assert (await read_to_the_end(streams[1])).tokens[0] == [6]
+        await requests.close(EngineDead("over"))
 
     run_bounded(body())
 
@@ -165,8 +216,7 @@ def test_a_choice_that_fails_takes_the_others_along() -> None:
         front, requests = make()
         stream = requests.submit(make_work("a", sampling=Sampling(n=2)))
         await inside(front, 2)
-        first, _ = front.chunks.values()
-        first.put_nowait(ValueError("logit_bias: no"))
+        front.put(next(iter(front.chunks)), ValueError("logit_bias: no"))
         with pytest.raises(InvalidRequest, match="logit_bias"):
             await stream.read()
         await eventually(lambda: requests.running + requests.waiting == 0)
@@ -179,7 +229,7 @@ def test_what_sglang_raises_is_the_requests_own_failure() -> None:
         front, requests = make()
         stream = requests.submit(make_work("a"))
         await inside(front, 1)
-        next(iter(front.chunks.values())).put_nowait(RuntimeError("boom"))
+        front.put(next(iter(front.chunks)), RuntimeError("boom"))
         with pytest.raises(EngineFailed, match="boom"):
             await stream.read()
 

@@ -17,11 +17,11 @@ def test_every_rank_computes_a_prompt_before_the_start_is_done() -> None:
         front, requests = make()
         warming = asyncio.create_task(warm_up(requests, ranks=2, vocab_size=12))
         await inside(front, 2)
-        first, second = front.chunks.values()
-        first.put_nowait({"output_ids": [1], "meta_info": {"finish_reason": LENGTH}})
+        first, second = front.chunks
+        front.put(first, {"output_ids": [1], "meta_info": {"finish_reason": LENGTH}})
         await asyncio.sleep(0)
         assert not warming.done()
-        second.put_nowait({"output_ids": [1], "meta_info": {"finish_reason": LENGTH}})
+        front.put(second, {"output_ids": [1], "meta_info": {"finish_reason": LENGTH}})
         await warming
 
     run_bounded(body())
@@ -32,7 +32,7 @@ def test_a_warm_up_that_fails_ends_the_start_and_leaves_nothing_running() -> Non
         front, requests = make()
         warming = asyncio.create_task(warm_up(requests, ranks=2, vocab_size=12))
         await inside(front, 2)
-        next(iter(front.chunks.values())).put_nowait(RuntimeError("no kernel image"))
+        front.put(next(iter(front.chunks)), RuntimeError("no kernel image"))
         with pytest.raises(EngineDead, match=r"the first request failed.*no kernel image"):
             await warming
         assert (requests.waiting, requests.running) == (0, 0)

@@ -102,6 +102,20 @@ def test_prompts_of_equal_length_are_computed_in_order_of_arrival() -> None:
     assert lengths(scheduler, first, second) == [8, 8]
 
 
+def test_a_prompt_preempted_for_one_that_still_does_not_fit_holds_no_blocks() -> None:
+    scheduler = make_scheduler(blocks=8, batch_tokens=16)
+    kept, preempted = make_sequence(tuple(range(12)), 0, priority=1), make_sequence(tuple(range(100, 112)), 1)
+    scheduler.add(kept)
+    scheduler.add(preempted)
+    run(scheduler, scheduler.schedule())
+    assert 0 < preempted.computed < 12
+    scheduler.add(make_sequence(tuple(range(200, 224)), 2, priority=1))
+    batch = scheduler.schedule()
+    assert [chunk.sequence for chunk in (*batch.prefills, *batch.decodes)] == [kept]
+    assert (preempted.phase, preempted.blocks) == (Phase.WAITING, [])
+    assert scheduler.pool.used == len(kept.blocks)
+
+
 def test_a_prompt_of_higher_priority_goes_before_shorter_ones() -> None:
     scheduler = make_scheduler(blocks=64, batch_tokens=16)
     short, urgent = make_sequence(tuple(range(20)), 0), make_sequence(tuple(range(100, 140)), 1, priority=1)

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,3 +292,20 @@ def test_handoff_parameters_precede_the_tokens_of_a_prefill() -> None:
             await nothing.push("not_finished", token_ids=[5])
 
     check(body)
+
+
+def test_the_last_result_has_the_times_of_the_prompt() -> None:
+    async def body() -> None:
+        case = Case()
+        times = SimpleNamespace(
+            arrival_time=timedelta(seconds=5),
+            first_scheduled_time=timedelta(seconds=6),
+            first_token_time=timedelta(seconds=0),
+        )
+        await case.push("length", token_ids=[5], request_perf_metrics=SimpleNamespace(timing_metrics=times))
+        assert [(each.phase, each.at_ns) for each in case.stream.progress] == [
+            ("queued", 5_000_000_000),
+            ("first_step", 6_000_000_000),
+        ]
+
+    run_bounded(body())

@@ -12,7 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engines.torch.sampler import Sampled, draw_tokens, find_peaks, token_logprobs, uniform
+from baton.engines.torch.sampling.draws import draw_tokens, uniform
+from baton.engines.torch.sampling.logprobs import token_logprobs
+from baton.engines.torch.sampling.sampler import Sampled
+from baton.engines.torch.sampling.vocabulary import find_peaks
 from baton.engines.torch.sampling_params import SamplingParams
 from baton.engines.torch.sequence import Sequence
 from baton.errors import BatonError, EngineFailed

@@ -6,7 +6,7 @@ from baton.engines.torch.diffusion.options import DecodingPlan
 from baton.engines.torch.sampling_params import SamplingParams, finish_of
 
 if TYPE_CHECKING:
-    from baton.engines.torch.sampler import Sampled
+    from baton.engines.torch.sampling.sampler import Sampled
 
 
 class Canvas:

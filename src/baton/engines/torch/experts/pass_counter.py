@@ -40,6 +40,12 @@ class PassCounter:
         """The current layout, a row per sparse layer."""
         return self._placement.layout
 
+    @property
+    def used(self) -> bool:
+        """Whether anything reads the counts of passes."""
+        reports = self._settings.report_log or self._settings.report_metrics
+        return self.recorder is not None or self._balancer is not None or reports
+
     def wants(self) -> bool:
         """Whether the slots that the next pass chooses are needed."""
         recorded = self.recorder is not None and self.recorder.wants(self._passes)

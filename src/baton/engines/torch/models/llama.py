@@ -207,28 +207,12 @@ class LlamaModel:
             attended = self._attend(layer, F.linear(h, layer.qkv, layer.qkv_bias), cos, sin, keys, values, step)
             x = x + F.linear(attended, layer.o, layer.o_bias)
             h = F.rms_norm(x, (config.hidden,), layer.post_norm, config.eps)
-            x = x + self._network(layer, h, step.positions)
+            x = x + network(config, layer, self._dispatch, h, step.positions, self.routed)
         return F.rms_norm(x, (config.hidden,), self._weights.norm, config.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits for rows of hidden states."""
         return F.linear(hidden, self._weights.head).float()
-
-    def _network(self, layer: Layer, h: Tensor, positions: Tensor) -> Tensor:
-        """What follows attention: the dense network, or the experts of each row and the shared one."""
-        out: Tensor | None = None
-        if layer.gate_up is not None and layer.down is not None:
-            gate, up = F.linear(h, layer.gate_up).chunk(2, dim=-1)
-            out = F.linear(F.silu(gate) * up, layer.down)
-        if layer.experts is None or self._dispatch is None or self._config.experts is None:
-            assert out is not None
-            return out
-        if out is not None and layer.experts.shared_gate is not None:
-            out = torch.sigmoid(F.linear(h, layer.experts.shared_gate)) * out
-        slots = self._dispatch.layer(len(self.routed))
-        mixed, routed = mix_experts(self._config.experts, layer.experts, slots, h, positions)
-        self.routed.append(routed)
-        return mixed if out is None else mixed + out
 
     def _angles(self, table: Tensor, positions: Tensor) -> Tensor:
         """Return the cosines or sines of each row, [rows, 1, head_dim / 2]."""
@@ -263,6 +247,38 @@ class LlamaModel:
         for decodes in step.decodes:
             out[decodes.rows] = _attend_decodes(q[decodes.rows], keys, values, decodes)
         return out.view(len(qkv), heads * size)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    """Return silu of the first half of each row times the second half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def network(
+    config: LlamaConfig,
+    layer: Layer,
+    dispatch: Dispatch | None,
+    h: Tensor,
+    positions: Tensor,
+    routed: list[RoutedLayer],
+    gated: Callable[[Tensor], Tensor] = _gated,
+) -> Tensor:
+    """Compute what follows attention: the dense network, or the experts of each row and the shared one.
+
+    `routed` has the sparse layers before this one, and gets this one if it is sparse.
+    """
+    out: Tensor | None = None
+    if layer.gate_up is not None and layer.down is not None:
+        out = F.linear(gated(F.linear(h, layer.gate_up)), layer.down)
+    if layer.experts is None or dispatch is None or config.experts is None:
+        assert out is not None
+        return out
+    if out is not None and layer.experts.shared_gate is not None:
+        out = torch.sigmoid(F.linear(h, layer.experts.shared_gate)) * out
+    mixed, chosen = mix_experts(config.experts, layer.experts, dispatch.layer(len(routed)), h, positions)
+    routed.append(chosen)
+    return mixed if out is None else mixed + out
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -203,14 +203,19 @@ static inline Floats values_at(const SpanRows<W>& span, int p, int d) {
 template <int N, int D, class Span>
 static inline void mix_block(const Span& span, int offset, int count, const float* weights, float* out, int pitch) {
     Floats acc[N][D] = {};
-    for (int p = 0; p < count; ++p) {
+    for (int p = 0; p < count; ++p) {  // The loops within are unrolled for the same reason as in tile().
         Floats value[D];
+#pragma GCC unroll 8
         for (int d = 0; d < D; ++d) value[d] = values_at(span, p, offset + d * kLanes);
+#pragma GCC unroll 8
         for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
             for (int d = 0; d < D; ++d)
                 acc[n][d] = multiply_add(value[d], splat(weights[n * kSpan + p]), acc[n][d]);
     }
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
         for (int d = 0; d < D; ++d) store(out + n * pitch + offset + d * kLanes, acc[n][d]);
 }
 

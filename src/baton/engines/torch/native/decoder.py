@@ -86,7 +86,7 @@ class NativeDecoder:
         self.routing = torch.empty(2, 0, 0, 0, dtype=torch.int32)
         if (config.experts is None) != (slots is None):
             raise ValueError("a model with experts has slots for them, and no other model has")
-        shape = _shape(config, kv, cos.shape[0], slots)
+        shape = shape_of(config, kv, cos.shape[0], slots)
         handle = library.baton_decoder_new(ctypes.byref(shape), max(1, threads))
         if not handle:
             raise MemoryError("no memory for the native step")
@@ -107,7 +107,7 @@ class NativeDecoder:
         Raises ValueError, and keeps the previous ones, unless they have the shapes of the model and the first KV cache.
         """
         slots = self._slots.shape.physical if self._slots else 0
-        tensors = _checked(self._config, weights, self._dtype, slots)
+        tensors = checked_tensors(self._config, weights, self._dtype, slots)
         _check("kv", kv, self._dtype, (self._config.layers, 2, *self._kv_shape[2:4], *self._heads()))
         self._held = weights, kv
         pointers = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
@@ -199,7 +199,8 @@ class NativeDecoder:
         return self._config.kv_heads, self._config.head_dim
 
 
-def _shape(config: LlamaConfig, kv: Tensor, context: int, slots: ExpertSlots | None) -> Shape:
+def shape_of(config: LlamaConfig, kv: Tensor, context: int, slots: ExpertSlots | None) -> Shape:
+    """Return the shape of a model as step.cpp takes it."""
     shape = Shape(
         layers=config.layers,
         hidden=config.hidden,
@@ -234,7 +235,7 @@ def _address(rows: "array[int] | None") -> int | None:
 _Shapes = dict[str, tuple[int, ...]]
 
 
-def _checked(config: LlamaConfig, weights: Weights, dtype: torch.dtype, slots: int) -> list[Tensor | None]:
+def checked_tensors(config: LlamaConfig, weights: Weights, dtype: torch.dtype, slots: int) -> list[Tensor | None]:
     """Return the tensors in the order step.cpp takes them. Raises ValueError naming one that does not fit."""
     hidden = config.hidden
     if len(weights.layers) != config.layers:

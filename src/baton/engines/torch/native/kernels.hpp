@@ -17,6 +17,8 @@ namespace baton {
 
 // Weights are asked for from memory at least this far ahead of their use.
 constexpr size_t kAheadBytes = 4096;
+// Rows of inputs from which on weights are widened once for all of them, and not again in each tile.
+constexpr int kWidenRows = 8;
 // What can be in use together without pushing weights that were fetched early out of the first cache again.
 constexpr size_t kNearBytes = 24 << 10;
 
@@ -114,6 +116,17 @@ static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// Keeps a value in a register; else the compiler loads it again for each of its uses.
+static inline void keep(Floats& value) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(value));
+#elif defined(__AVX__)
+    asm("" : "+x"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
+#endif
+}
+
 template <class V, class T>
 static inline V load_as(const T* from) {
     if constexpr (sizeof(V) == sizeof(float)) return widen(*from);
@@ -154,10 +167,18 @@ static inline float sum(Floats value) {
 
 // The sums of four vectors, each in the order of sum().
 static inline void sum_four(const Floats values[4], float* sums) {
-#if defined(__AVX__) && !defined(__AVX512F__)
+#if defined(__AVX__)
     __m128 r[4];
-    for (int i = 0; i < 4; ++i)
-        r[i] = _mm_add_ps(_mm256_castps256_ps128((__m256)values[i]), _mm256_extractf128_ps((__m256)values[i], 1));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512F__)
+        __m512 whole = (__m512)values[i], upper = _mm512_shuffle_f32x4(whole, whole, 0xee);
+        __m256 half = _mm256_add_ps(_mm512_castps512_ps256(whole), _mm512_castps512_ps256(upper));
+#else
+        __m256 half = (__m256)values[i];
+#endif
+        r[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    }
     _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
     _mm_storeu_ps(sums, _mm_add_ps(_mm_add_ps(r[0], r[2]), _mm_add_ps(r[1], r[3])));
 #else
@@ -179,15 +200,23 @@ static inline void tile(const W* const weights[4], int width, const A* inputs, s
                         const W* next) {
     Floats acc[4][N] = {};
     int k = 0;
+    // Unrolled before all else, so that the sums stay in registers: GCC stores them in each turn otherwise.
     for (; k + kLanes <= width; k += kLanes) {
         Floats in[N];
-        for (int n = 0; n < N; ++n) in[n] = load(inputs + n * pitch + k);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+            in[n] = load(inputs + n * pitch + k);
+            if constexpr (sizeof(W) == sizeof(float)) keep(in[n]);
+        }
+#pragma GCC unroll 8
         for (int m = 0; m < 4; ++m) {
             if (m < std::abs(P)) fetch<P>(next + std::abs(P) * k + m * kLanes);
             Floats w = load(weights[m] + k);
+#pragma GCC unroll 8
             for (int n = 0; n < N; ++n) acc[m][n] = multiply_add(w, in[n], acc[m][n]);
         }
     }
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
         const Floats four[4] = {acc[0][n], acc[1][n], acc[2][n], acc[3][n]};
         float* to = out + n * stride;
@@ -284,17 +313,46 @@ static inline void tiles(const W* const weights[4], int width, const A* inputs, 
     }
 }
 
-// out[r * stride + m] = weights[m] . inputs[r] for `count` contiguous rows of weights.
+// Rows of widened weights begin at lines of the cache.
+static inline size_t wide_pitch(int width) { return (size_t(width) + 15) / 16 * 16 + 16; }
+
+// As many rows of weights as are a multiple of four, each four of them widened before they are used. The sums are those
+// of tiles(): widening is exact.
+template <class W>
+static inline void multiply_widened(const W* weights, int count, int width, const float* inputs, size_t pitch, int rows,
+                                    float* out, size_t stride, float* wide) {
+    const size_t step = wide_pitch(width);
+    const float* const four[4] = {wide, wide + step, wide + 2 * step, wide + 3 * step};
+    for (int m = 0; m + 4 <= count; m += 4) {
+        for (int i = 0; i < 4; ++i) {
+            const W* from = weights + size_t(m + i) * width;
+            put_all<float>(wide + i * step, width, [&](int k, auto kind) { return load_as<decltype(kind)>(from + k); });
+        }
+        tiles<float>(four, width, inputs, pitch, rows, out + m, stride, nullptr);
+    }
+}
+
+// out[r * stride + m] = weights[m] . inputs[r] for `count` contiguous rows of weights. `wide` has room for four rows of
+// wide_pitch(width).
 template <class W, class A>
 static inline void multiply(const W* weights, int count, int width, const A* inputs, size_t pitch, int rows, float* out,
-                            size_t stride) {
+                            size_t stride, float* wide) {
+    if constexpr (sizeof(A) > sizeof(W))
+        if (rows >= kWidenRows && count >= 4) {
+            int whole = count / 4 * 4;
+            multiply_widened(weights, whole, width, inputs, pitch, rows, out, stride, wide);
+            if (whole == count) return;
+            weights += size_t(whole) * width;
+            count -= whole;
+            out += whole;
+        }
     // Measured with AVX2: so many rows at once that they stay in the first cache beside four rows of weights, which then
     // come from the second.
     int fitting = (int(kNearBytes / width) - 4 * int(sizeof(W))) / int(sizeof(A)) / kTile * kTile;
     if (kLanes == 8 && fitting >= 2 * kTile && rows > fitting) {
         for (int row = 0; row < rows; row += fitting)
             multiply(weights, count, width, inputs + row * pitch, pitch, rows - row < fitting ? rows - row : fitting,
-                     out + row * stride, stride);
+                     out + row * stride, stride, wide);
         return;
     }
     ptrdiff_t ahead = ptrdiff_t(width) * 4 * ((kAheadBytes + 4 * width * sizeof(W) - 1) / (4 * width * sizeof(W)));

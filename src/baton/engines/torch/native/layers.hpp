@@ -62,7 +62,7 @@ struct alignas(64) Scratch {
     using A = typename Input<W>::type;
     int block = 0;  // whose rows are in `inputs`
     Buffer<A> inputs, packed, turned;
-    Buffer<float> out, mixed, more;
+    Buffer<float> out, mixed, more, wide;
     Buffer<Softmax> sums;
     Buffer<const W*> keys, values;
 };
@@ -128,7 +128,7 @@ static inline void gate_up_product(const W* weights, int hidden, int ffn, const 
     float* out = scratch.out.get();
     for (int of_up = 0; of_up < 2; ++of_up)
         multiply(weights + (size_t(of_up) * ffn + at.column) * hidden, count, hidden, inputs, pitch_of(hidden), at.rows,
-                 out + of_up * count, 2 * count);
+                 out + of_up * count, 2 * count, scratch.wide.get());
     for (int row = 0; row < at.rows; ++row, out += 2 * count)
         gate<W>(out, out + count, count, gated + row * pitch_of(ffn) + at.column);
 }

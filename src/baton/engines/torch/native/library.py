@@ -50,7 +50,10 @@ def load_decoder_library() -> ctypes.CDLL | None:
     try:
         return _declare(load_library(SOURCES, FLAGS))
     except BuildError as error:
-        log.warning("the native step is not available, torch computes instead: %s", error)
+        log.warning(
+            "the native step is not available (%s): torch computes instead, which takes three to five times as long",
+            error,
+        )
         return None
 
 

@@ -56,7 +56,8 @@ public:
         normalise_rows<W>(x_, layer.post_norm, s_, at, nullptr, first, scratch);
         if (at.column == 0) std::copy_n(scratch.inputs.get(), at.rows * pitch, normed_.get() + at.row * pitch);
         multiply(layer.router + size_t(at.column) * s_.hidden, at.columns, s_.hidden, scratch.inputs.get(), pitch,
-                 at.rows, logits_.get() + size_t(at.row) * s_.experts + at.column, s_.experts);
+                 at.rows, logits_.get() + size_t(at.row) * s_.experts + at.column, s_.experts,
+                 scratch.wide.get());
         if (chunks_done_[at.block].fetch_add(1) + 1 < router_.chunks) return false;
         chunks_done_[at.block].store(0);
         choose(layer, at);
@@ -87,7 +88,7 @@ public:
         size_t pitch = pitch_of(s_.expert_ffn);
         const W* weights = layer.expert_down + (size_t(task.slot) * s_.hidden + task.column) * s_.expert_ffn;
         multiply(weights, task.columns, s_.expert_ffn, gated_.get() + task.first * pitch, pitch, task.rows,
-                 out_.get() + size_t(task.first) * s_.hidden + task.column, s_.hidden);
+                 out_.get() + size_t(task.first) * s_.hidden + task.column, s_.hidden, scratch.wide.get());
     }
 
     // Adds what the experts of some rows came to.
@@ -144,7 +145,8 @@ private:
                            chosen_.get() + row * wanted, shares_.get() + row * wanted);
         if (!layer.shared_gate) return;
         float* gates = shared_gates_.get() + at.row;
-        multiply(layer.shared_gate, 1, s_.hidden, normed_.get() + at.row * pitch, pitch, at.rows, gates, 1);
+        multiply(layer.shared_gate, 1, s_.hidden, normed_.get() + at.row * pitch, pitch, at.rows, gates, 1,
+                 nullptr);  // A single row of weights is not widened.
         for (int i = 0; i < at.rows; ++i) gates[i] = 1.0f / (1.0f + exponential(-gates[i]));
     }
 
@@ -183,7 +185,7 @@ private:
         size_t pitch = pitch_of(s_.shared_ffn);
         float* out = scratch.out.get();
         multiply(layer.down + size_t(at.column) * s_.shared_ffn, at.columns, s_.shared_ffn,
-                 shared_gated_.get() + at.row * pitch, pitch, at.rows, out, at.columns);
+                 shared_gated_.get() + at.row * pitch, pitch, at.rows, out, at.columns, scratch.wide.get());
         for (int row = at.row; row < at.row + at.rows; ++row, out += at.columns) {
             float *x = x_ + size_t(row) * s_.hidden + at.column, gate = shared_gates_[row];
             for (int i = 0; i < at.columns; ++i) x[i] += gate * out[i];

@@ -223,6 +223,7 @@ private:
         for (Scratch& scratch : scratch_) {
             scratch.inputs.reserve(most(s_.hidden) * pitch_of(s_.hidden));
             scratch.out.reserve(most(narrowest) * widest);
+            scratch.wide.reserve(4 * wide_pitch(std::max({s_.hidden, q_size_, s_.ffn, s_.expert_ffn, s_.shared_ffn})));
         }
     }
 
@@ -331,7 +332,7 @@ private:
         normalise_rows(x_.get(), layer.input_norm, s_, at, nullptr, first, scratch);
         float* out = scratch.out.get();
         multiply(layer.qkv + size_t(at.column) * s_.hidden, size, s_.hidden, scratch.inputs.get(), pitch_of(s_.hidden),
-                 at.rows, out, size);
+                 at.rows, out, size, scratch.wide.get());
         bool query = head < s_.heads, value = head >= s_.heads + s_.kv_heads;
         const W* norm = query ? layer.q_norm : value ? nullptr : layer.k_norm;
         for (int row = at.row; row < at.row + at.rows; ++row, out += size) {
@@ -451,7 +452,7 @@ private:
                         Scratch& scratch) const {
         float* out = scratch.out.get();
         multiply(weights + size_t(at.column) * width, at.columns, width, inputs + at.row * pitch_of(width),
-                 pitch_of(width), at.rows, out, at.columns);
+                 pitch_of(width), at.rows, out, at.columns, scratch.wide.get());
         for (int row = at.row; row < at.row + at.rows; ++row, out += at.columns) {
             float* x = x_.get() + size_t(row) * s_.hidden + at.column;
             for (int i = 0; i < at.columns; ++i) x[i] += bias ? out[i] + widen(bias[at.column + i]) : out[i];
@@ -467,7 +468,8 @@ private:
     void head_chunk(const Cell& at, bool first, Scratch& scratch) const {
         normalise_rows(x_.get(), norm_, s_, at, wanted_.rows, first, scratch);
         multiply(head_ + size_t(at.column) * s_.hidden, at.columns, s_.hidden, scratch.inputs.get(),
-                 pitch_of(s_.hidden), at.rows, wanted_.logits + size_t(at.row) * s_.vocab + at.column, s_.vocab);
+                 pitch_of(s_.hidden), at.rows, wanted_.logits + size_t(at.row) * s_.vocab + at.column, s_.vocab,
+                 scratch.wide.get());
     }
 
     const Shape s_;
