@@ -46,11 +46,11 @@ class AggregatedHandler:
 
             def admitted(token_ids: tuple[int, ...]) -> Work:
                 prompt = request.with_prompt(token_ids)
-                return admit(prompt, tracked.request_id, self._info, self._engine.capabilities, context.trace_headers)
+                return admit(prompt, tracked.request_id, self._info, self._engine.capabilities, tracked.trace_headers)
 
             self._media_input.check(request)
             work = admitted(request.token_ids)
-            async with await self._media_input.load(request, tracked, context.trace_headers) as media:
+            async with await self._media_input.load(request, tracked) as media:
                 work = await with_bad_words(media.attach(work, tracked, admitted), self._texts, tracked)
                 async with aclosing(
                     relay(self._engine, work, tracked, self._tracker.limits, texts=self._texts)

@@ -8,7 +8,7 @@ import msgspec
 from baton.errors import Unsupported
 from baton.handlers.admission import admit
 from baton.handlers.bad_words import with_bad_words
-from baton.handlers.kv_handoff import ConsumeByEngine, ConsumeByImport, KvHandoff
+from baton.handlers.kv_handoff import ConsumeByEngine, ConsumeByImport, KvHandoff, moved_by
 from baton.handlers.media import LoadedMedia, MediaInput
 from baton.handlers.prompt_data import no_tokens, without_tokens
 from baton.handlers.relay import relay
@@ -62,7 +62,7 @@ class DecodeHandler:
 
                 def admitted(token_ids: tuple[int, ...]) -> Work:
                     can, prompt = self._engine.capabilities, request.with_prompt(token_ids)
-                    return admit(prompt, tracked.request_id, self._info, can, context.trace_headers, consume)
+                    return admit(prompt, tracked.request_id, self._info, can, tracked.trace_headers, consume)
 
                 if ticket is None:
                     self._media_input.check(request)
@@ -71,7 +71,7 @@ class DecodeHandler:
                     claim, handoff = self._claim(request, ticket, tracked)
                     consume = Consume(source=await self._source(request, ticket, claim, tracked))
                     work = msgspec.structs.replace(work, handoff=consume)
-                async with await self._media(request, claim, tracked, context) as media:
+                async with await self._media(request, claim, tracked) as media:
                     work = await with_bad_words(media.attach(work, tracked, admitted), self._texts, tracked)
                     async with aclosing(
                         relay(self._engine, work, tracked, self._tracker.limits, handoff, self._texts)
@@ -96,11 +96,17 @@ class DecodeHandler:
             )
 
     def _claim(self, request: GenerateRequest, ticket: Ticket, tracked: TrackedRequest) -> tuple[Claim, KvHandoff]:
+        tracked.timeline.mark("kv_claimed", {"from": f"{ticket.host}:{ticket.port}", "room": ticket.room})
         importer = self._importer
         if importer is None:
             claim = self._consumer.claim(ticket, lambda: None, tracked.scope.fire)
-            return claim, ConsumeByEngine(claim, cached_tokens_of(request.prefill_result))
-        claim = self._consumer.claim(ticket, lambda: importer.received(tracked.request_id), tracked.scope.fire)
+            return claim, ConsumeByEngine(claim, cached_tokens_of(request.prefill_result), tracked)
+
+        def arrived() -> None:
+            tracked.timeline.mark("kv_moved", moved_by(claim))
+            importer.received(tracked.request_id)
+
+        claim = self._consumer.claim(ticket, arrived, tracked.scope.fire)
         return claim, ConsumeByImport(claim)
 
     async def _source(
@@ -114,9 +120,7 @@ class DecodeHandler:
         host, port = await tracked.scope.wait(claim.bootstrap_address())
         return Bootstrap(host=host, port=port, room=ticket.room)
 
-    async def _media(
-        self, request: GenerateRequest, claim: Claim | None, tracked: TrackedRequest, context: Context
-    ) -> LoadedMedia:
+    async def _media(self, request: GenerateRequest, claim: Claim | None, tracked: TrackedRequest) -> LoadedMedia:
         if claim is not None:
             return await self._media_input.from_prefill(request, claim, tracked)
-        return await self._media_input.load(request, tracked, context.trace_headers)
+        return await self._media_input.load(request, tracked)

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import math
 import sys
-import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 
@@ -35,12 +34,13 @@ class EmbedHandler:
             self._check_dimensions(request.dimensions)
             inputs = await self._tokens(request.source, tracked)
             tracked.prompt_tokens = sum(len(tokens) for tokens in inputs)
-            work = EmbedWork(request_id=tracked.request_id, inputs=inputs, trace_headers=context.trace_headers)
+            work = EmbedWork(request_id=tracked.request_id, inputs=inputs, trace_headers=tracked.trace_headers)
+            tracked.timeline.mark("submitted")
             vectors = await tracked.scope.wait(self._engine.embed(work))
             if len(vectors) != len(inputs):
                 raise EngineFailed(f"the engine returned {len(vectors)} vectors for {len(inputs)} inputs")
             tracked.lifecycle.advance(State.SUBMITTED)
-            tracked.first_output_at = time.perf_counter()
+            tracked.first_output()
             encoded = await tracked.scope.wait(asyncio.to_thread(_encode_vectors, vectors, request.dimensions))
             yield Embeddings(model=request.model, vectors=encoded, prompt_tokens=tracked.prompt_tokens)
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator
 from baton.errors import EngineFailed, InvalidRequest
 from baton.handlers.admission import admit_encode
 from baton.handlers.leases import LeaseReaper, fail_lease, mark_unread
-from baton.handlers.media import LoadedMedia, media_files, named_media
+from baton.handlers.media import LoadedMedia, fetched, media_files, named_media
 from baton.handlers.media_encoder import MediaEncoder
 from baton.handlers.media_rows import describe, offered_blocks, wait_for_rows
 from baton.handlers.placed_prompt import plain_prompt
@@ -68,21 +68,24 @@ class EncodeHandler:
         with self._tracker.track(context, len(request.token_ids), request.model) as tracked:
             admit_encode(request, self._info, self._engine.capabilities)
             loaded = await tracked.scope.wait(self._loader.load(named_media(request)))
+            tracked.timeline.mark("media_fetched", fetched(loaded))
             prompt = plain_prompt(request, self._info.media)
             lease: Lease | None = None
             media = LoadedMedia()
+            tracked.timeline.mark("submitted")
             try:
                 if self._encoder is not None:
-                    encoding = self._encoder.encode(loaded, prompt, context.trace_headers)
+                    encoding = self._encoder.encode(loaded, prompt, tracked.trace_headers)
                     hold = await wait_for_rows(tracked.scope, encoding)
                     media = LoadedMedia(hold=hold)
+                    tracked.timeline.mark("encoded", {"items": len(loaded)})
                     result, lease = self._offer_rows(self._encoder, hold, tracked)
                 else:
                     work = EncodeWork(
                         request_id=tracked.request_id,
                         token_ids=prompt,
                         media=media_files(loaded),
-                        trace_headers=context.trace_headers,
+                        trace_headers=tracked.trace_headers,
                     )
                     result, lease = await self._offer_handles(work, tracked)
                 # The frontend reads the result from the chunk that ends the answer.
@@ -125,6 +128,7 @@ class EncodeHandler:
 
     async def _offer_handles(self, work: EncodeWork, tracked: TrackedRequest) -> tuple[dict[str, object], Lease]:
         encoded = await tracked.scope.wait(self._engine.encode(work))
+        tracked.timeline.mark("encoded", {"items": len(work.media)})
         ticket, lease = self._open_room(tracked)
         return params_of(ticket, encoded.params or {}), lease
 
@@ -134,4 +138,6 @@ class EncodeHandler:
         tracked.first_output_at = time.perf_counter()
         tracked.lifecycle.advance(State.STREAMING)
         ticket = new_ticket(self._producer.address, 0, 1)
-        return ticket, self._producer.offer(ticket, tracked.prompt_tokens)
+        lease = self._producer.offer(ticket, tracked.prompt_tokens)
+        tracked.timeline.mark("kv_offered", {"room": ticket.room, "kind": "media"})
+        return ticket, lease

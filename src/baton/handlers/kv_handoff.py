@@ -64,6 +64,7 @@ class ProduceEarly:
                 self.lease = self._producer.offer(self._ticket, self._tracked.prompt_tokens)
             except Cancelled as error:
                 raise KvNotWanted(error.message) from None
+            self._tracked.timeline.mark("kv_offered", {"room": self._ticket.room})
             self.lease.on_lost(self._lost)
         return self.lease
 
@@ -141,6 +142,7 @@ class ProduceLate:
 
     def _open(self) -> Lease:
         self.lease = self._producer.offer(self._ticket, self._tracked.prompt_tokens)
+        self._tracked.timeline.mark("kv_offered", {"room": self._ticket.room})
         if self._media is not None:
             self.lease.placed(self._media)
         return self.lease
@@ -187,9 +189,11 @@ class ConsumeByEngine:
     `cached_tokens` is what the prefill reported, if it has: the engine here cannot know what was computed there.
     """
 
-    def __init__(self, claim: Claim, cached_tokens: int | None) -> None:
+    def __init__(self, claim: Claim, cached_tokens: int | None, tracked: TrackedRequest) -> None:
         self._claim = claim
         self._cached_tokens = cached_tokens
+        self._tracked = tracked
+        self._is_taken = False
 
     def begin(self) -> list[Chunk]:
         """See `KvHandoff.begin`: the room is claimed already."""
@@ -197,7 +201,9 @@ class ConsumeByEngine:
 
     def filter(self, outputs: list[Output]) -> list[Output]:
         """See `KvHandoff.filter`: the first output proves that the KV has been fetched."""
-        if outputs:
+        if outputs and not self._is_taken:
+            self._is_taken = True
+            self._tracked.timeline.mark("kv_moved", {"transport": "engine"})
             self._claim.taken()
         return outputs if self._cached_tokens is None else [self._with_cached_tokens(output) for output in outputs]
 
@@ -209,3 +215,8 @@ class ConsumeByEngine:
     async def end(self) -> None:
         """See `KvHandoff.end`."""
         await self._claim.close()
+
+
+def moved_by(claim: Claim) -> dict[str, object]:
+    """Return the detail of a timeline about KV or rows that have arrived; nothing is moved of what is cached here."""
+    return {"transport": claim.transport or "none", "bytes": claim.moved_bytes}

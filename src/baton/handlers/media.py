@@ -11,7 +11,7 @@ engine has read its handles; rows are confirmed when they have been fetched.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import msgspec
@@ -136,9 +136,7 @@ class MediaInput:
                 raise Unsupported(f"multi_modal_data.{kind}: this engine takes {', '.join(self._accepted())} only")
         named_media(request)
 
-    async def load(
-        self, request: GenerateRequest, tracked: TrackedRequest, trace_headers: Mapping[str, str]
-    ) -> LoadedMedia:
+    async def load(self, request: GenerateRequest, tracked: TrackedRequest) -> LoadedMedia:
         """Return the media of a request that `check` accepts; the caller closes them.
 
         Raises Unsupported, InvalidRequest, PeerLost, or the error that the cancel scope fires with.
@@ -156,8 +154,9 @@ class MediaInput:
         if self._loader is None:
             raise Unsupported("multi_modal_data: this worker does not fetch media")
         loaded = await tracked.scope.wait(self._loader.load(named_media(request)))
+        tracked.timeline.mark("media_fetched", fetched(loaded))
         try:
-            return await self._from_loaded(request, loaded, tracked, trace_headers)
+            return await self._from_loaded(request, loaded, tracked)
         except BaseException:
             self._loader.release(loaded)
             raise
@@ -167,11 +166,11 @@ class MediaInput:
         request: GenerateRequest,
         loaded: tuple[LoadedMediaItem, ...],
         tracked: TrackedRequest,
-        trace_headers: Mapping[str, str],
     ) -> LoadedMedia:
         if self._encoder is not None:
-            encoding = self._encoder.encode(loaded, request.token_ids, trace_headers)
+            encoding = self._encoder.encode(loaded, request.token_ids, tracked.trace_headers)
             hold = await wait_for_rows(tracked.scope, encoding)
+            tracked.timeline.mark("encoded", {"items": len(loaded)})
             return self._placed(request, hold)
         if any(isinstance(item, EmbeddingFile) for item in loaded):
             return await self._client_rows(request, loaded, tracked)
@@ -259,7 +258,7 @@ class MediaInput:
 
     async def _encoded(self, request: GenerateRequest, result: EncoderResult, tracked: TrackedRequest) -> LoadedMedia:
         if self._rows is not None:
-            return self._placed(request, await wait_for_rows(tracked.scope, self._rows.fetch(result)))
+            return self._placed(request, await wait_for_rows(tracked.scope, self._rows.fetch(result, tracked.timeline)))
         if self._handles is None or not self._can.media_handles:
             raise Unsupported("encoder_result: this engine does not read media from encode workers")
         return await self._claim_handles(self._handles, result, self._plain_prompt(request), tracked)
@@ -276,6 +275,7 @@ class MediaInput:
                 PeerLost(f"the media that an encode worker held for this request are lost: {error.message}")
             )
 
+        tracked.timeline.mark("kv_claimed", {"room": result.ticket.room, "kind": "media"})
         claim = consumer.claim(result.ticket, lambda: None, lost)
         try:
             # Until the claim is accepted, the handles may name memory that has been freed and used again.
@@ -304,6 +304,11 @@ def named_media(request: GenerateRequest) -> tuple[MediaUrl, ...]:
                 raise InvalidRequest(f"{place}: only {', '.join(URL_SCHEMES)} URLs are supported")
             named.append(MediaUrl(modality=kind.removesuffix("_url"), url=url, place=place))
     return tuple(named)
+
+
+def fetched(loaded: Sequence[LoadedMediaItem]) -> dict[str, object]:
+    """Return the detail of a timeline about media files that are here."""
+    return {"items": len(loaded), "bytes": sum(memoryview(item.data).nbytes for item in loaded)}
 
 
 def media_files(loaded: tuple[LoadedMediaItem, ...]) -> tuple[MediaFile, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Sequence
 
 from baton.engine_kit.threads import fail, resolve
 from baton.errors import BatonError, InvalidRequest, PeerLost
+from baton.handlers.kv_handoff import moved_by
 from baton.handlers.tickets import EncoderResult
 from baton.media.embedding_store import EmbeddingStore, Hold, Wanted
 from baton.ports.transfer import Claim, Consumer
@@ -17,6 +18,7 @@ from baton.protocol.handoff import Ticket
 from baton.protocol.media import EncodedMedia, HeldItem
 from baton.protocol.outputs import KvComputed, KvWanted
 from baton.request.cancel_scope import CancelScope
+from baton.timelines.timeline import UNRECORDED, Recorder
 
 
 def describe(hold: Hold, store: EmbeddingStore, owner: tuple[str, int], claim_timeout_s: float) -> EncodedMedia:
@@ -67,7 +69,7 @@ class RowsInput:
         self._consumer = consumer
         self._store = store
 
-    async def fetch(self, result: EncoderResult) -> Hold:
+    async def fetch(self, result: EncoderResult, timeline: Recorder = UNRECORDED) -> Hold:
         """Return the rows that `result` describes; the caller releases them. Cancelling the call frees everything.
 
         Raises PeerLost, or the error of the encode worker.
@@ -82,7 +84,8 @@ class RowsInput:
         if present is not None:
             self._consumer.decline(result.ticket)
             return present
-        return await self._claim(result.ticket, hashes, held)
+        timeline.mark("kv_claimed", {"room": result.ticket.room, "kind": "media"})
+        return await self._claim(result.ticket, hashes, held, timeline)
 
     def _check(self, media: EncodedMedia) -> None:
         """Raise PeerLost unless the rows are valid here: before memory is allocated or read."""
@@ -106,7 +109,9 @@ class RowsInput:
                     f" {each.nbytes} bytes in {each.blocks} blocks there"
                 )
 
-    async def _claim(self, ticket: Ticket, hashes: Sequence[str], held: dict[str, HeldItem]) -> Hold:
+    async def _claim(
+        self, ticket: Ticket, hashes: Sequence[str], held: dict[str, HeldItem], timeline: Recorder
+    ) -> Hold:
         """Claim the room and fetch what is missing."""
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -121,6 +126,7 @@ class RowsInput:
             hold = await self._hold([Wanted(each, held[each].nbytes) for each in hashes])
             claim.place(*_wanted(hold, held))
             await arrived
+            timeline.mark("kv_moved", {"kind": "media", **moved_by(claim)})
             for slot in hold.new:
                 hold.filled(slot, held[slot.content_hash].item)
             return hold

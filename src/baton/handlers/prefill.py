@@ -54,7 +54,7 @@ class PrefillHandler:
         try:
             with self._tracker.track(context, prompt_tokens, request.model) as tracked:
                 early = ProduceEarly(self._producer, ticket, tracked, ticket is given) if ticket is not None else None
-                async with aclosing(self._compute(request, tracked, context, ticket, early)) as chunks:
+                async with aclosing(self._compute(request, tracked, ticket, early)) as chunks:
                     async for chunk in chunks:
                         yield chunk
         except (KvNotWanted, KvNotTaken):
@@ -71,12 +71,11 @@ class PrefillHandler:
         self,
         request: GenerateRequest,
         tracked: TrackedRequest,
-        context: Context,
         ticket: Ticket | None,
         early: ProduceEarly | None,
     ) -> AsyncGenerator[Chunk, None]:
         def admitted(token_ids: tuple[int, ...]) -> Work:
-            return self._admit(request.with_prompt(token_ids), tracked, context, ticket)
+            return self._admit(request.with_prompt(token_ids), tracked, ticket)
 
         self._media_input.check(request)
         work = admitted(request.token_ids)
@@ -84,7 +83,7 @@ class PrefillHandler:
         try:
             if early is not None and early.is_given and has_media:
                 early.open()  # the decode worker waits in the room while media are fetched and encoded
-            async with await self._media_input.load(request, tracked, context.trace_headers) as media:
+            async with await self._media_input.load(request, tracked) as media:
                 work = media.attach(work, tracked, admitted)
                 placed = media.placed if has_media else None
                 async with aclosing(self._produce(work, tracked, early, media, placed)) as chunks:
@@ -102,12 +101,10 @@ class PrefillHandler:
         asked = request.routing.dp_rank if request.routing is not None else None
         return new_ticket(self._producer.address, secrets.randbelow(dp_size) if asked is None else asked, dp_size)
 
-    def _admit(
-        self, request: GenerateRequest, tracked: TrackedRequest, context: Context, ticket: Ticket | None
-    ) -> Work:
+    def _admit(self, request: GenerateRequest, tracked: TrackedRequest, ticket: Ticket | None) -> Work:
         can = self._engine.capabilities
         handoff = Produce(bootstrap=self._bootstrap(ticket))
-        work = admit(request.for_prefill(), tracked.request_id, self._info, can, context.trace_headers, handoff)
+        work = admit(request.for_prefill(), tracked.request_id, self._info, can, tracked.trace_headers, handoff)
         if ticket is None or can.dp_size == 1:
             return work
         return msgspec.structs.replace(work, dp_rank=ticket.room % can.dp_size)

@@ -39,7 +39,7 @@ class ProbeHandler:
         """Yield what the engine generates. Raises the errors of `errors.py`; closing the iterator aborts it."""
         with self._tracker.track(context, len(request.token_ids)) as tracked:
             can = self._engine.capabilities
-            work = admit(request, tracked.request_id, self._info, can, context.trace_headers, LocalProbe())
+            work = admit(request, tracked.request_id, self._info, can, tracked.trace_headers, LocalProbe())
             async with aclosing(relay(self._engine, work, tracked, self._tracker.limits)) as chunks:
                 async for chunk in chunks:
                     yield chunk

@@ -4,7 +4,6 @@ For models whose chat template the frontend cannot apply. The worker has the tok
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -17,7 +16,6 @@ from baton.handlers.text_prompt import tokenize
 from baton.ports.runtime import Context, ModelClient, Wire
 from baton.ports.tokenizer import Tokenizer, TokenTexts
 from baton.protocol.codec import DecodeError, decode_chunk, encode_request
-from baton.protocol.lifecycle import State
 from baton.protocol.outputs import Chunk
 from baton.protocol.requests import GenerateRequest, Routing
 from baton.protocol.text import TextChunk, TextRequest
@@ -47,7 +45,7 @@ class ProcessHandler:
         """
         with self._tracker.track(context, 0, request.model) as tracked:
             wire, tracked.prompt_tokens = await tracked.scope.wait(asyncio.to_thread(self._prepare, request))
-            tracked.lifecycle.advance(State.SUBMITTED)
+            tracked.submitted()
             answer = TextAnswer(request, context, self._tokenizer, self._texts)
             async with aclosing(self._call(wire, tracked, context)) as chunks:
                 async for chunk in chunks:
@@ -62,7 +60,7 @@ class ProcessHandler:
     async def _call(self, request: Wire, tracked: TrackedRequest, context: Context) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of the language workers, with the prompt's counts in `tracked`."""
         counts = _PromptCounts(tracked)
-        call = self._model.call(request, ForwardedContext(context, tracked.scope))
+        call = self._model.call(request, ForwardedContext(context, tracked))
         try:
             async with aclosing(call) as replies:
                 async for reply in replies:
@@ -120,9 +118,7 @@ class _PromptCounts:
     def take(self, chunk: Chunk) -> None:
         """Note the first output, and what the usage of a chunk says about the prompt."""
         tracked, usage = self._tracked, chunk.usage
-        if tracked.first_output_at is None:
-            tracked.first_output_at = time.perf_counter()
-            tracked.lifecycle.advance(State.STREAMING)
+        tracked.output()
         if usage is None:
             return
         if self._prompt_tokens is None:

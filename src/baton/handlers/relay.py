@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator
 
 from baton.errors import BatonError, EngineDead, EngineFailed
@@ -54,7 +53,8 @@ async def relay(
     report = PromptReport(work, texts)
     try:
         stream = engine.submit(work)
-        tracked.lifecycle.advance(State.SUBMITTED)
+        tracked.submitted()
+        tracked.follow(stream.progress)
         tracked.scope.on_fire(stream.fail)
         for chunk in handoff.begin() if handoff is not None else ():
             yield chunk
@@ -116,12 +116,11 @@ class _Answer:
         if not outputs:
             return []
         tracked = self._tracked
-        if tracked.first_output_at is None:
-            tracked.first_output_at = time.perf_counter()
-            tracked.lifecycle.advance(State.STREAMING)
+        tracked.output()
         if len(outputs) == 1 and isinstance(delta := outputs[0], TokenDelta):  # nearly always
-            tracked.completion_tokens += len(delta.token_ids)
-            return [Chunk(delta.token_ids, delta.index, delta.logprobs)]
+            token_ids = delta.token_ids
+            tracked.completion_tokens += len(token_ids)
+            return [Chunk(token_ids, delta.index, delta.logprobs)]
         return self._merge(outputs)
 
     def _merge(self, outputs: list[Output]) -> list[Chunk]:

@@ -49,7 +49,7 @@ class TextHandler:
                 extra_args=request.extra_args,
                 routing=Routing(lora_name=self._adapter_of(request)),
             )
-            work = admit(inner, tracked.request_id, self._info, self._engine.capabilities, context.trace_headers)
+            work = admit(inner, tracked.request_id, self._info, self._engine.capabilities, tracked.trace_headers)
             answer = TextAnswer(request, context, self._tokenizer)
             async with aclosing(relay(self._engine, work, tracked, self._tracker.limits)) as chunks:
                 async for chunk in chunks:

@@ -118,6 +118,8 @@ class _Choice:
 
 
 def _logprob(texts: TokenTexts, token: int, logprobs: Logprobs, number: int, offset: int) -> TextLogprob:
+    """Return the entry of a token. As the frontend does it, a special token that was generated has no text."""
     top = logprobs.top[number] if number < len(logprobs.top) else ()
     alternatives = tuple(TextLogprob(texts.text_of(each.token_id), each.logprob, each.token_id) for each in top)
-    return TextLogprob(texts.text_of(token), logprobs.chosen[number], token, offset, alternatives)
+    text = "" if texts.is_special(token) else texts.text_of(token)
+    return TextLogprob(text, logprobs.chosen[number], token, offset, alternatives)

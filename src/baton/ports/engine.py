@@ -10,7 +10,7 @@ output fit the context, and every option is covered by `Capabilities`. Engines d
 
 import enum
 from array import array
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -21,7 +21,7 @@ from baton.protocol.events import Reading
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
 from baton.protocol.media import EncodedItem, Media, MediaFile
-from baton.protocol.outputs import Output
+from baton.protocol.outputs import Output, PromptProgress
 from baton.protocol.requests import DiffusionOptions, OutputOptions, Sampling, StopConditions
 
 
@@ -207,6 +207,10 @@ class Stream(Protocol):
     A stream that is read slower than it is filled merges: the next read returns everything since the last one, tokens
     of one choice joined into one delta. So a slow reader costs memory for its tokens and nothing else.
     """
+
+    @property
+    def progress(self) -> Sequence[PromptProgress]:
+        """What the engine has done with the prompt so far; empty if it does not tell. Bounded, and grows in place."""
 
     async def read(self, not_before: float = 0.0) -> list[Output]:
         """Wait for outputs and return all of them, oldest first; an empty list means the stream has ended.

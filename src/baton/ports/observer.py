@@ -9,7 +9,11 @@ from baton.protocol.lifecycle import State
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One finished request. `model` is the name in the request; "" if it has none."""
+    """One finished request. `model` is the name in the request; "" if it has none.
+
+    `queue_s` is how long it waited in the engine for its first step, and `prefill_s` the time from there to its first
+    output; None where the engine does not say.
+    """
 
     request_id: RequestId
     role: str
@@ -23,6 +27,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     model: str
     trace_id: str | None
     client_id: str | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
 
 
 class Observer(Protocol):

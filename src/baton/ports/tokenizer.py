@@ -23,6 +23,9 @@ class TokenTexts(Protocol):
     def text_of(self, token_id: int) -> str:
         """Return the text of a token within a text; U+FFFD for a part of a character."""
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is left out of the text of an answer."""
+
     def decode(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         """Return the text of these tokens, special tokens included, and where in it each of them begins."""
 

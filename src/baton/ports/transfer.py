@@ -120,6 +120,14 @@ class Claim(Protocol):
     def cached_tokens(self) -> int | None:
         """How many tokens of the prompt the producer found in its prefix cache; known when the KV has arrived."""
 
+    @property
+    def transport(self) -> str | None:
+        """What has moved the KV to this worker's memory; None if nothing has been moved, or the engine moves it."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """How many bytes have been moved so far."""
+
     async def media(self) -> tuple[PlacedItem, ...]:
         """Return the encoded media of the prompt, when the producer knows them. Raises as `claimed` does.
 

@@ -1,6 +1,7 @@
 """What a request yields: engine outputs on the inside, chunks on the wire."""
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -86,6 +87,18 @@ class KvWanted(msgspec.Struct, frozen=True):
 
     first: int
     blocks: tuple[int, ...]
+
+
+class PromptProgress(msgspec.Struct, frozen=True, gc=False):
+    """What an engine has done with a prompt when `time.perf_counter_ns()` was `at_ns`.
+
+    "queued": it waits for a step. "first_step": its first step has begun. "prefill_chunk": a step has computed `tokens`
+    of it.
+    """
+
+    at_ns: int
+    phase: Literal["queued", "first_step", "prefill_chunk"]
+    tokens: int = 0
 
 
 Output = PromptCached | PromptScored | TokenDelta | HandoffReady | KvComputed | KvWanted | Finished

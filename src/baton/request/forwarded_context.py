@@ -3,16 +3,16 @@
 from collections.abc import Callable
 
 from baton.ports.runtime import Context
-from baton.request.cancel_scope import CancelScope
+from baton.request.tracker import TrackedRequest
 
 
 class ForwardedContext:
-    """The caller's id and trace, cancelled with the request's cancel scope (see `Context`)."""
+    """The caller's id, and the trace with this process as parent, cancelled with the request (see `Context`)."""
 
-    def __init__(self, context: Context, scope: CancelScope) -> None:
-        self._scope = scope
+    def __init__(self, context: Context, tracked: TrackedRequest) -> None:
+        self._scope = tracked.scope
         self.id = context.id
-        self.trace_headers = context.trace_headers
+        self.trace_headers = tracked.trace_headers
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """See `Context.on_cancel`."""

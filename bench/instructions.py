@@ -1,0 +1,110 @@
+"""Instructions that a frontend and a worker execute for a request, counted by valgrind.
+
+CPU time differs by several percent from one start of the same program to the next; the number of instructions does not,
+and other load on the machine hardly changes it. One of the two processes runs under callgrind at a time.
+"""
+
+import http.client
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from bench.chat import HOST, chat_body
+from bench.systems import SystemFailed, check_response, free_port
+
+PROCESSES = ("frontend", "worker")
+START_TIMEOUT_S = 240.0
+REQUEST_TIMEOUT_S = 120.0
+WARM_REQUESTS = 30
+
+
+def count_instructions(process: str, variables: Mapping[str, str], requests: int, tokens: int) -> float:
+    """Return how many instructions `process` executes for a request of `tokens` tokens, as the mean of `requests`.
+
+    `variables` are settings of both processes. Raises SystemFailed.
+    """
+    if shutil.which("valgrind") is None:
+        raise SystemFailed("install valgrind: apt-get install valgrind")
+    directory = Path(tempfile.mkdtemp(prefix="bench-instructions-"))
+    try:
+        with _running(process, variables, directory) as (counted, port):
+            connection = _connect(port, tokens, directory)
+            _ask(connection, tokens, WARM_REQUESTS)
+            _command(counted, "zero")
+            _ask(connection, tokens, requests)
+            _command(counted, "dump")
+            return _total(directory) / requests
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _running(process: str, variables: Mapping[str, str], directory: Path) -> Iterator[tuple[psutil.Popen, int]]:
+    port = free_port()
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "BATON_"))}
+    own = {"BATON_RUNTIME_DIRECTORY": str(directory / "discovery"), "PYTHONHASHSEED": "0"}
+    flags = {"frontend": ("--port", str(port)), "worker": ("--engine", "echo", "--system-port", "0")}
+    started: dict[str, psutil.Popen] = {}
+    try:
+        for name in PROCESSES:
+            command = [sys.executable, "-m", "baton", name, *flags[name]]
+            if name == process:
+                command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={directory / 'counts'}", *command]
+            with (directory / f"{name}.log").open("ab") as log:
+                started[name] = psutil.Popen(
+                    command, env={**inherited, **own, **variables}, stdout=log, stderr=log, start_new_session=True
+                )
+        yield started[process], port
+    finally:
+        for each in started.values():  # nothing of them is kept, and under valgrind they would take long to stop
+            each.kill()
+            each.wait(REQUEST_TIMEOUT_S)
+
+
+def _connect(port: int, tokens: int, directory: Path) -> http.client.HTTPConnection:
+    """Return a connection on which a request was answered."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        connection = http.client.HTTPConnection(HOST, port, timeout=REQUEST_TIMEOUT_S)
+        try:
+            _ask(connection, tokens, 1)
+            return connection
+        except (OSError, http.client.HTTPException, SystemFailed) as error:
+            connection.close()
+            if time.monotonic() > deadline:
+                logs = "\n".join(path.read_text(errors="replace")[-1000:] for path in directory.glob("*.log"))
+                raise SystemFailed(f"no answer: {error}\n{logs}") from error
+            time.sleep(0.5)
+
+
+def _ask(connection: http.client.HTTPConnection, tokens: int, requests: int) -> None:
+    for _ in range(requests):
+        connection.request("POST", "/v1/chat/completions", chat_body(tokens), {"content-type": "application/json"})
+        response = connection.getresponse()
+        body = response.read()
+        if response.status != 200:
+            raise SystemFailed(f"status {response.status}: {body[:200]!r}")
+        check_response(body, tokens)
+
+
+def _command(process: psutil.Popen, command: str) -> None:
+    """Let callgrind do `command`, and wait for it."""
+    subprocess.run(["vgdb", f"--pid={process.pid}", command], check=True, capture_output=True, timeout=60)
+
+
+def _total(directory: Path) -> int:
+    """Return the total of the counts that callgrind has written."""
+    [counts] = directory.glob("counts.*")
+    found = re.search(r"^totals: (\d+)", counts.read_text(errors="replace"), re.MULTILINE)
+    if found is None:
+        raise SystemFailed(f"{counts} has no total")
+    return int(found[1])

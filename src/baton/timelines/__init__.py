@@ -1,0 +1,1 @@
+"""Timelines: the phases of each request in this process, in a bounded ring that the system server and the edge show."""
