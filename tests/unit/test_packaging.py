@@ -10,7 +10,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-INSTALLED = ("torch", "nixl", "bench", "dev")
+INSTALLED = ("torch", "nixl", "bench", "docs", "view-tests", "dev")
 REQUIREMENTS = {
     "the package": PROJECT["dependencies"],
     **{extra: PROJECT["optional-dependencies"][extra] for extra in INSTALLED},
@@ -28,5 +28,7 @@ def test_every_requirement_is_a_range_with_a_tested_version_in_it(requirements: 
     tested = pins()
     for requirement in map(Requirement, requirements):
         assert not any(part.operator in ("==", "===") for part in requirement.specifier), requirement
+        if requirement.name == "triton":
+            continue  # torch for CUDA requires a version of its own, so a pin would make it impossible to install
         version = tested[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"{requirement} does not allow {version}"

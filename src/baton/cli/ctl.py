@@ -10,6 +10,7 @@ from typing import cast
 import click
 import msgspec
 
+from baton.cli.completions import complete_processes
 from baton.cli.process_names import find_url, list_processes
 from baton.config.directories import control_directory
 from baton.control.http.command_table import COMMAND_PATHS, PREFIX, CommandPath
@@ -58,7 +59,7 @@ class _Command(click.Command):
     context_settings={"ignore_unknown_options": True},
     options_metavar="[OPTIONS]",
 )
-@click.argument("worker")
+@click.argument("worker", shell_complete=complete_processes)
 @click.argument("command", required=False, metavar="COMMAND")
 @click.argument("fields", nargs=-1, type=click.UNPROCESSED, metavar="[--FIELD VALUE | JSON]...")
 @click.option(

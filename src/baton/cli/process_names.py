@@ -9,7 +9,7 @@ import msgspec
 
 from baton.config.directories import process_directory
 from baton.control.http.schemas import Health
-from baton.control.process_entries import read_entries
+from baton.control.process_entries import ProcessEntry, read_entries
 
 HEALTH_TIMEOUT_S = 2.0
 COLUMNS = ("NAME", "ROLE", "MODEL", "STATE", "REQUESTS", "ADDRESS")
@@ -17,7 +17,7 @@ COLUMNS = ("NAME", "ROLE", "MODEL", "STATE", "REQUESTS", "ADDRESS")
 
 def find_url(name: str) -> str:
     """Return the URL of the process with that name. Raises UsageError if there is none, or more than one."""
-    entries = read_entries(process_directory())
+    entries = _entries()
     found = [entry for entry in entries if name in (entry.name, entry.short_name)]
     if len(found) > 1:
         raise click.UsageError(f"{name} is one of several: give {' or '.join(entry.name for entry in found)}")
@@ -32,10 +32,15 @@ def find_url(name: str) -> str:
 
 def list_processes() -> str:
     """Return a table of all processes, with what each reports about itself."""
-    entries = read_entries(process_directory())
+    entries = _entries()
     if not entries:
         return "no worker of this user runs on this machine"
     return _table([COLUMNS, *((entry.name, *_health(entry.url), entry.url) for entry in entries)])
+
+
+def _entries() -> list[ProcessEntry]:
+    """Return the processes that take commands."""
+    return [entry for entry in read_entries(process_directory()) if not entry.is_frontend]
 
 
 def _health(url: str) -> tuple[str, ...]:

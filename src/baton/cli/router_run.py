@@ -1,5 +1,6 @@
 """`baton router run`: one global router process."""
 
+from baton.cli.router import router
 from baton.cli.settings_options import prepare_runtime, settings_command
 from baton.config.settings import Settings
 from baton.errors import ConfigError
@@ -13,7 +14,9 @@ def _router(settings: Settings) -> int:
     settings = prepare_tokenizer(settings)
     settings = prepare_runtime(settings)
     from baton.process.router import run_router
+    from baton.process.title import set_process_title
 
+    set_process_title("router", "router", settings.first_name)
     return run_router(settings)
 
 
@@ -23,4 +26,6 @@ router_run = settings_command(
     _router,
     process="router",
     starts_engines=False,
+    examples=(("baton router run --topology pools.yaml", "the pools of a file; see `baton router check`"),),
 )
+router.add_command(router_run)

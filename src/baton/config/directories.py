@@ -23,6 +23,11 @@ def discovery_directory(options: RuntimeOptions) -> Path:
     return _given_or_cached(options.directory, "discovery")
 
 
+def shared_directory(options: RuntimeOptions) -> str:
+    """Return the directory that the processes of one deployment have in common; "" without file discovery."""
+    return str(discovery_directory(options).resolve()) if options.discovery == "file" else ""
+
+
 def spill_directory(options: TorchOptions) -> Path:
     """Return the directory that released weights are written to."""
     return _given_or_cached(options.spill_dir, "spill")
@@ -41,6 +46,11 @@ def control_directory() -> Path:
 def process_directory() -> Path:
     """Return the directory of the entries of running processes."""
     return user_cache() / "processes"
+
+
+def supervisor_directory() -> Path:
+    """Return the directory of the entries of running `baton serve` processes."""
+    return user_cache() / "supervisors"
 
 
 def profile_directory(settings: Settings) -> Path | None:

@@ -29,17 +29,30 @@ class TorchOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
     blocks: Annotated[int, Meta(ge=0, description="Number of KV blocks. 0: sized by kv_memory_fraction.")] = 0
     kv_memory_fraction: Annotated[
-        float, Meta(gt=0, le=0.95, description="Fraction of the free memory for KV blocks, if blocks is 0.")
-    ] = 0.3
+        float,
+        Meta(
+            ge=0,
+            le=0.95,
+            description="Fraction of the memory that is free after the weights for KV blocks, if blocks is 0. Lower it"
+            " where several workers share a device. 0: 0.3 on a CPU, 0.85 on a GPU.",
+        ),
+    ] = 0.0
     max_running: Annotated[
-        int, Meta(ge=1, le=4096, description="Maximum number of sequences in a batch; others wait.")
-    ] = 64
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Maximum number of sequences in a batch; others wait. 0: 64 on a CPU, 128 to 512 on a GPU, by"
+            " its memory.",
+        ),
+    ] = 0
     batch_tokens: Annotated[
         int,
         Meta(
             ge=0,
             description="Maximum number of tokens in a step; longer prompts are prefilled in chunks. Lower it for"
-            " shorter token gaps, raise it for prefill throughput. 0: 256 on a CPU, 2048 on a GPU.",
+            " shorter token gaps, raise it for prefill throughput. 0: 256 on a CPU, 2048 to 8192 on a GPU, by"
+            " its memory.",
         ),
     ] = 0
     prefix_cache: Annotated[
@@ -72,6 +85,13 @@ class SglangOptions(msgspec.Struct, frozen=True, kw_only=True):
             " --runtime-bind. With SGLang's --dist-init-addr it is the host of that address.",
         ),
     ] = ""
+    group_backend: Annotated[
+        Literal["auto", "nccl", "gloo"],
+        Meta(
+            description="Backend of the process groups that weights are broadcast in; the trainer's must be the same."
+            " auto: nccl on a GPU, gloo on a CPU. NCCL does not connect two processes on one GPU; gloo does."
+        ),
+    ] = "auto"
 
 
 class ExpertOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from baton.errors import ConfigError
 
 SUPERVISOR_PID = "SUPERVISOR_PID"
 PROCESS_NAME = "SUPERVISED_PROCESS_NAME"
+PROCESS_RESTARTS = "SUPERVISED_PROCESS_RESTARTS"
 
 
 def user_cache() -> Path:
@@ -40,6 +41,21 @@ def supervisor_pid() -> int | None:
 def process_name() -> str | None:
     """Return the name that the `baton serve` that started this process has given it."""
     return os.environ.get(PROCESS_NAME) or None
+
+
+def restarts() -> int:
+    """Return how often the `baton serve` that started this process has started it again."""
+    return int(os.environ.get(PROCESS_RESTARTS) or 0)
+
+
+def short_process_name(default: str) -> str:
+    """Return that name without the port of its `baton serve`; `default` for a process without a name."""
+    return (process_name() or default).rpartition("/")[2]
+
+
+def otel_variables() -> dict[str, str]:
+    """Return the standard variables of OpenTelemetry."""
+    return {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
 
 
 def compiler() -> tuple[str, str, str]:

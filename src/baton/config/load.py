@@ -92,7 +92,7 @@ def _merge_variables(tree: Tree, variables: Mapping[str, str]) -> None:
         if not variable.startswith(PREFIX):
             continue
         if variable not in known:
-            raise ConfigError(f"unknown environment variable {variable}; see `baton serve --help` for all settings")
+            raise ConfigError(f"unknown environment variable {variable}; see `baton serve --help-all` for all settings")
         _put(tree, known[variable].path, _split(text) if known[variable].kind == ENGINE_ARGS else text)
 
 

@@ -37,4 +37,19 @@ class RuntimeOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     etcd: Annotated[str, Meta(description="Comma-separated etcd addresses.")] = "http://127.0.0.1:2379"
     nats: Annotated[str, Meta(description="NATS address.")] = "nats://127.0.0.1:4222"
+    tls_ca: Annotated[
+        str,
+        Meta(
+            description="PEM file with the authority that has signed the certificates of all processes, and of etcd and"
+            " NATS where their addresses begin with https: or tls:. With it, requests and KV between processes are"
+            " encrypted, and both ends of a connection need a certificate. Empty: plain text."
+        ),
+    ] = ""
+    tls_certificate: Annotated[
+        str, Meta(description="PEM file with the certificate of this process, for servers and clients. See tls_ca.")
+    ] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the private key of tls_certificate.")] = ""
+    tls_name: Annotated[
+        str, Meta(description="DNS name in the certificates of all processes; addresses are not compared.")
+    ] = "baton"
     log: Annotated[str, Meta(description="Log filter of the Rust runtime (its DYN_LOG).")] = "error"

@@ -27,6 +27,7 @@ _WORK_FRONT = {"commands": ("serve", "worker", "frontend")}
 _FRONT = {"commands": ("serve", "frontend")}
 _WORK = {"commands": ("serve", "worker")}
 _ROUTE = {"commands": ("serve", "router")}
+_ALL = {"commands": ("serve", "worker", "frontend", "router")}
 _WORK_ROUTE = {"commands": ("serve", "worker", "router")}
 
 
@@ -280,6 +281,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             description="Discovery namespace. Processes find each other only within one namespace.",
         ),
     ] = "baton"
+    view: Annotated[bool, _about("Whether `serve` starts the web view of its processes.", _SERVE)] = True
+    view_host: Annotated[
+        str,
+        _about(
+            "Address that the web view listens on. Other addresses than loopback need a token, which is in the URL that"
+            " is printed.",
+            _SERVE,
+        ),
+    ] = "127.0.0.1"
+    view_port: Annotated[Port, _about("Port of the web view. 0: any free port, which is printed.", _SERVE)] = 0
+    view_token: Annotated[
+        str,
+        _about(
+            "Token that the web view asks for. Empty: none on a loopback address, elsewhere a generated one. Visible in"
+            " process lists; prefer BATON_VIEW_TOKEN.",
+            _SERVE,
+        ),
+    ] = ""
     system_host: Annotated[
         str,
         _about(
@@ -299,7 +318,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["auto", "on", "off"],
         _about(
             "Whether the system server offers the control API. auto: on a loopback address, or with a given token.",
-            _WORK,
+            _WORK_ROUTE,
         ),
     ] = "auto"
     control_token: Annotated[
@@ -308,10 +327,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "Bearer token that requests to the control API, and to the admin routes of the frontend, must carry. Empty:"
             " generated, and found by `baton ctl` of the same user on this machine. Visible in process lists; prefer"
             " --control-token-file.",
-            _WORK_FRONT,
+            _ALL,
         ),
     ] = ""
-    control_token_file: Annotated[str, _about("File that contains the control API token.", _WORK_FRONT)] = ""
+    control_token_file: Annotated[str, _about("File that contains the control API token.", _ALL)] = ""
     command_timeout_s: Annotated[
         Seconds,
         _about(
@@ -374,9 +393,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _WORK,
         ),
     ] = 30.0
+    timeline_requests: Annotated[
+        int,
+        Meta(ge=0, le=100_000),
+        Meta(
+            description="Finished requests whose timelines a process keeps in memory, for the web view, `baton top` and"
+            " OpenTelemetry. 0: nothing is recorded or exported; traces are passed on."
+        ),
+    ] = 1000
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Minimum level of Baton's own log messages.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(
+            description="Format of log lines. text: time, level, logger, message. json: one object per line with time,"
+            " level, logger, message, process, and request_id and trace_id in lines about a request."
+        ),
+    ] = "text"
     log_dir: Annotated[
         str,
         _about(
@@ -426,9 +460,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def accepts_commands(self) -> bool:
-        """Whether a worker offers the control API."""
+        """Whether a worker or router offers the control API."""
         guarded = bool(self.control_token or self.control_token_file)
         return self.control == "on" or (self.control == "auto" and (guarded or is_loopback(self.system_host)))
+
+
+def endpoint_url(settings: Settings) -> str:
+    """Return the URL of the OpenAI endpoint."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{'https' if settings.tls_certificate else 'http'}://{host}:{settings.port}"
 
 
 def open_endpoint_warning(settings: Settings) -> str | None:

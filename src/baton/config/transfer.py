@@ -17,7 +17,7 @@ class KvTransferOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             pattern="^(auto|(shm|nixl|tcp)(,(shm|nixl|tcp))*)$",
-            description="KV transports to use, in order of preference: shm (same host), nixl (RDMA and GPU memory),"
+            description="KV transports to use, in order of preference: shm (same host, or same GPU), nixl (RDMA),"
             " tcp (any network); auto tries all that work on this host",
         ),
     ] = "auto"

@@ -47,6 +47,29 @@ def refuse_unsupported(command: Command, can: Capabilities) -> None:
             _refuse_by_flag(command, can)
 
 
+def is_supported(kind: type[Command], can: Capabilities) -> bool:
+    """Whether such a worker can execute commands of `kind`, with the right fields."""
+    offered = {
+        ReleaseMemory: can.memory_tags,
+        ResumeMemory: can.memory_tags,
+        Pause: can.pause_modes,
+        Continue: can.pause_modes,
+        UpdateWeights: can.weight_sources,
+        JoinGroup: can.weight_sources & {"group"},
+        LeaveGroup: can.weight_sources & {"group"},
+        ClearCache: can.clear_cache,
+        StartProfile: can.profile,
+        StopProfile: can.profile,
+        StartExpertRecord: can.expert_records,
+        StopExpertRecord: can.expert_records,
+        DumpExpertRecord: can.expert_records,
+        LoadLora: can.lora,
+        UnloadLora: can.lora,
+        ListLoras: can.lora,
+    }
+    return bool(offered.get(kind, True))
+
+
 def pause_modes(can: Capabilities) -> frozenset[str]:
     """Return the pause modes of such a worker: it can drain wherever the engine can keep requests in place."""
     return can.pause_modes | {"drain"} if "keep" in can.pause_modes else can.pause_modes

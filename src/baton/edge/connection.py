@@ -60,6 +60,7 @@ class ClientConnection(asyncio.Protocol):
         "_queue",
         "_reading",
         "_request",
+        "_started_at",
         "_transport",
         "_writer",
         "deadline",
@@ -78,6 +79,7 @@ class ClientConnection(asyncio.Protocol):
         self._framing_bytes = 0
         self._queue: list[Request] = []
         self._exchange: Exchange | None = None
+        self._started_at = 0.0
         self._admitted: Client | None = None
         self._owes_continue = False
         self._client_sends = True
@@ -168,6 +170,7 @@ class ClientConnection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.cancel()
+            self._edge.counts.abandoned(exchange.route)
         self._leave()
         self._queue.clear()
         if self._writer is not None:
@@ -283,6 +286,8 @@ class ClientConnection(asyncio.Protocol):
             self._writer.write_answer(request, error_answer(problem, style, request.request_id))
             return
         self._exchange = Exchange(self._edge, self._writer, request, route)
+        self._started_at = self._edge.now()
+        self._edge.counts.in_flight += 1
         self._exchange.start()
 
     def _admit(self, request: Request) -> None:
@@ -293,12 +298,13 @@ class ClientConnection(asyncio.Protocol):
 
     def _answered(self) -> None:
         """The answer is complete: go on to the next request, or close."""
-        waiting = self._exchange is not None
-        self._exchange = None
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            self._edge.counts.completed(exchange.route, self._edge.now() - self._started_at)
         self._leave()
         if self._writer is not None and self._writer.closes:
             self._close_after_answer()
-        elif waiting:
+        elif exchange is not None:
             self._next()
 
     def _read_on(self) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import enum
 import logging
 from collections.abc import Awaitable
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -15,26 +16,32 @@ import msgspec
 from baton.edge.errors import FieldError, Problem, ProblemError, error_answer, problem_of
 from baton.edge.frontend_errors import has_error_event, problem_from_frontend, rewrite_error_events
 from baton.edge.messages import HOP_BY_HOP, Answer, Headers, Request, end_to_end, request_head
+from baton.edge.recording import CLIENT_LEFT, TRACE_HEADERS, end_timeline, start_timeline, trace_headers
 from baton.edge.routes import Composed, Join, Json, Route
 from baton.edge.upstream import UpstreamConnection
 from baton.errors import BatonError
+from baton.timelines.timeline import UNRECORDED, Failure, Recorder
 
 if TYPE_CHECKING:
     from baton.edge.server import Edge
 
 log = logging.getLogger(__name__)
 
-_NOT_FORWARDED = HOP_BY_HOP | {
-    b"host",
-    b"expect",
-    b"authorization",
-    b"x-api-key",
-    b"x-request-id",
-    b"x-dynamo-request-id",
-    b"accept-encoding",
-    b"origin",
-    b"cookie",
-}
+_NOT_FORWARDED = (
+    HOP_BY_HOP
+    | TRACE_HEADERS
+    | {
+        b"host",
+        b"expect",
+        b"authorization",
+        b"x-api-key",
+        b"x-request-id",
+        b"x-dynamo-request-id",
+        b"accept-encoding",
+        b"origin",
+        b"cookie",
+    }
+)
 _NOT_RETURNED = HOP_BY_HOP | {b"x-request-id", b"date", b"server"}
 _EVENT_END = b"\n\n"
 INTERNAL = Problem(status=500, message="internal error", code="internal")
@@ -81,6 +88,7 @@ class Exchange:
         "_buffer",
         "_connecting",
         "_edge",
+        "_has_output",
         "_held",
         "_join",
         "_mode",
@@ -89,7 +97,9 @@ class Exchange:
         "_request",
         "_route",
         "_status",
+        "_stream_failure",
         "_task",
+        "_timeline",
         "_upstream",
         "_writer",
     )
@@ -106,9 +116,17 @@ class Exchange:
         self._join: Join | None = None
         self._mode: Mode | None = None
         self._status = 0
+        self._has_output = False
         self._buffer: list[bytes] = []
         self._held = b""
         self._paused = False
+        self._stream_failure: Failure | None = None
+        self._timeline: Recorder = UNRECORDED
+
+    @property
+    def route(self) -> Route:
+        """The route of the request."""
+        return self._route
 
     @property
     def generates(self) -> bool:
@@ -120,15 +138,18 @@ class Exchange:
         if self._route.own is not None:
             self._task = self._edge.start_task(self._answer_itself(self._route.own(self._request, self._edge)))
             return
+        if self._route.generates:
+            self._timeline = start_timeline(self._edge.timelines, self._request)
         try:
-            body, composed, self._join = prepared_body(self._route, self._request.body)
+            body, composed, self._join, model = prepared_body(self._route, self._request.body)
         except BatonError as error:
             self._refuse(problem_of(error))
             return
-        except Exception:
-            log.exception("%s: %s failed", self._request.request_id, self._route.path)
-            self._refuse(INTERNAL)
+        except Exception:  # noqa: BLE001 - logged and answered
+            self._fail_internally()
             return
+        self._timeline.name_model(model)
+        self._timeline.mark("admitted")
         if composed is not None:
             self._task = self._edge.start_task(self._answer_itself(composed(Sender(self._edge, self._request).send)))
             return
@@ -150,6 +171,7 @@ class Exchange:
         if self._upstream is not None:
             upstream, self._upstream = self._upstream, None
             upstream.abort()
+        self._finish(CLIENT_LEFT, Failure("cancelled", "the client left"))
 
     def pause(self) -> None:
         """The client does not read: stop reading the answer."""
@@ -172,6 +194,7 @@ class Exchange:
         head, body = self._outgoing
         self._outgoing = (b"", b"")
         connection.send(self, head, body)
+        self._timeline.mark("forwarded")
 
     def on_head(self, status: int, headers: Headers) -> None:
         """See `Receiver`."""
@@ -193,6 +216,11 @@ class Exchange:
     def on_data(self, data: bytes) -> None:
         """See `Receiver`."""
         mode = self._mode
+        if self._status < 400:  # the body of an error is no output
+            if not self._has_output:
+                self._has_output = True
+                self._timeline.mark("first_token")
+            self._timeline.output(perf_counter_ns())
         if mode is _EVENTS:
             self._pass_events(data)
         elif mode is _RAW:
@@ -212,6 +240,7 @@ class Exchange:
             return
         if self._held:
             self._writer.write_body(self._held)
+        self._finish(self._status, self._stream_failure)
         self._writer.write_end()
 
     def on_lost(self, error: BatonError) -> None:
@@ -221,7 +250,8 @@ class Exchange:
         if self._mode in (None, Mode.WHOLE):
             self._refuse(problem)
         else:
-            log.warning("%s: %s", self._request.request_id, error.message)
+            log.warning("%s: %s", self._request.request_id, error.message, extra=self._log_ids())
+            self._finish(503, Failure(error.code, error.message))
             self._writer.break_off()
 
     def _resume_released(self) -> None:
@@ -250,20 +280,26 @@ class Exchange:
             self._writer.write_body(data)
 
     def _end_whole(self, body: bytes) -> None:
+        try:
+            self._answer_whole(body)
+        except Exception:  # noqa: BLE001 - logged and answered
+            self._fail_internally()
+
+    def _answer_whole(self, body: bytes) -> None:
         if self._status == 404 and self._route.generates:
-            self._task = self._edge.start_task(self._answer_missing_model(body))
+            self._task = self._edge.start_task(self._answer_itself(self._explain_missing_model(body)))
         elif self._status >= 400:
             self._refuse(self._problem(body))
         elif self._join is not None:
             self._end_joined(self._join.joined(body))
         else:
-            self._writer.write_answer(self._request, Answer(status=self._status, body=self._normalised(body)))
+            self._answer(Answer(status=self._status, body=self._normalised(body)))
 
     def _end_joined(self, answer: Json) -> None:
         body = msgspec.json.encode(answer)
         error = answer.get("error")
         if error is None:
-            self._writer.write_answer(self._request, Answer(status=self._status, body=self._normalised(body)))
+            self._answer(Answer(status=self._status, body=self._normalised(body)))
             return
         code = error.get("code") if isinstance(error, dict) else None
         self._status = code if isinstance(code, int) and code >= 400 else 500
@@ -275,7 +311,9 @@ class Exchange:
 
     def _rewritten(self, data: bytes) -> bytes:
         identity = self._request.request_id
-        return rewrite_error_events(data, self._route.style, identity, self._edge.take_reason(identity))
+        reason = self._edge.take_reason(identity)
+        self._stream_failure = Failure("error_event", reason or "the stream has an error event")
+        return rewrite_error_events(data, self._route.style, identity, reason)
 
     def _normalised(self, body: bytes) -> bytes:
         assert self._route.normalise is not None
@@ -284,23 +322,42 @@ class Exchange:
         except msgspec.DecodeError:
             return body
 
-    async def _answer_missing_model(self, body: bytes) -> None:
+    async def _explain_missing_model(self, body: bytes) -> Answer:
         problem = await self._edge.models.explain_missing(self._request, self._edge, self._edge.now())
-        self._refuse(problem or self._problem(body))
+        raise ProblemError(problem or self._problem(body))
 
     async def _answer_itself(self, answering: Awaitable[Answer]) -> None:
         try:
             answer = await answering
         except BatonError as error:
             self._refuse(problem_of(error))
-        except Exception:
-            log.exception("%s: %s failed", self._request.request_id, self._route.path)
-            self._refuse(INTERNAL)
+        except Exception:  # noqa: BLE001 - logged and answered
+            self._fail_internally()
         else:
-            self._writer.write_answer(self._request, answer)
+            self._answer(answer)
+
+    def _answer(self, answer: Answer) -> None:
+        self._finish(answer.status, None)
+        self._writer.write_answer(self._request, answer)
+
+    def _finish(self, status: int, failure: Failure | None) -> None:
+        """End the timeline, if it has not ended."""
+        timeline, self._timeline = self._timeline, UNRECORDED
+        end_timeline(self._edge.timelines, timeline, self._request, status, failure)
+
+    def _log_ids(self) -> dict[str, object]:
+        """Return the ids of the request for a line in the log."""
+        trace = self._request.trace
+        return {"request_id": self._request.request_id, "trace_id": None if trace is None else trace.trace_id}
+
+    def _fail_internally(self) -> None:
+        """Answer after an exception that nothing here expects, which is logged."""
+        log.exception("%s: %s failed", self._request.request_id, self._route.path, extra=self._log_ids())
+        self._refuse(INTERNAL)
 
     def _refuse(self, problem: Problem) -> None:
         request = self._request
+        self._finish(problem.status, Failure(problem.code or "", problem.message))
         self._writer.write_answer(request, error_answer(problem, self._route.style, request.request_id))
 
 
@@ -328,6 +385,7 @@ class Sender:
 def forwarded_head(edge: "Edge", request: Request, length: int) -> bytes:
     """Return the head of a request for the frontend, whose body has `length` bytes."""
     headers = end_to_end(request.headers, _NOT_FORWARDED)
+    headers += trace_headers(request)
     headers.append((b"host", edge.upstream_host))
     headers.append((b"x-request-id", request.request_id.encode()))
     if request.method == "POST":
@@ -339,11 +397,15 @@ def forwarded_head(edge: "Edge", request: Request, length: int) -> bytes:
 
 
 class Prepared(NamedTuple):
-    """The body to forward, and how its answer is joined if it is for a stream; or what answers the request instead."""
+    """The body to forward, and how its answer is joined if it is for a stream; or what answers the request instead.
+
+    `model` is the one that the body names.
+    """
 
     body: bytes
     composed: Composed | None = None
     join: Join | None = None
+    model: str = ""
 
 
 def prepared_body(route: Route, body: bytes) -> Prepared:
@@ -352,11 +414,12 @@ def prepared_body(route: Route, body: bytes) -> Prepared:
         return Prepared(body)
     decoded = decode_object(body)
     prepared = decoded if route.prepare is None else route.prepare(route.path, decoded)
+    model = str(prepared.get("model") or "")
     if route.compose is not None and (composed := route.compose(route.path, prepared)) is not None:
-        return Prepared(body, composed)
+        return Prepared(body, composed, model=model)
     if route.join is not None and (stream := route.join.as_stream(prepared)) is not None:
-        return Prepared(msgspec.json.encode(stream), join=route.join)
-    return Prepared(body if prepared is decoded else msgspec.json.encode(prepared))
+        return Prepared(msgspec.json.encode(stream), join=route.join, model=model)
+    return Prepared(body if prepared is decoded else msgspec.json.encode(prepared), model=model)
 
 
 def decode_object(body: bytes) -> Json:

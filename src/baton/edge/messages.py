@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from baton.edge.access import Client
     from baton.edge.errors import Problem
     from baton.edge.routes import Route
+    from baton.timelines.trace_context import TraceContext
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -46,6 +47,7 @@ class Request:
         "query",
         "request_id",
         "route",
+        "trace",
     )
 
     def __init__(self) -> None:
@@ -60,6 +62,7 @@ class Request:
         self.route: Route | None = None
         self.client: Client | None = None
         self.problem: Problem | None = None
+        self.trace: TraceContext | None = None
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of a header, None without it."""

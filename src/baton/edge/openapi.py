@@ -126,6 +126,7 @@ _GET: tuple[tuple[str, type[msgspec.Struct] | None, str], ...] = (
     ("/version", Version, "Return the version"),
     ("/health", None, "Return the workers of the deployment"),
     ("/metrics", None, "Return metrics as Prometheus text"),
+    ("/metrics/targets", None, "List the processes of the deployment for Prometheus' HTTP service discovery"),
 )
 
 

@@ -93,10 +93,13 @@ ROUTES: tuple[Route, ...] = (
     Route(path="/detokenize", methods=("POST",)),
     Route(path="/version", methods=("GET",), access="open"),
     Route(path="/metrics", methods=("GET",)),
+    Route(path="/metrics/targets", methods=("GET",)),
     Route(path="/openapi.json", methods=("GET",)),
     Route(path="/health", methods=("GET",), access="open"),
     Route(path="/live", methods=("GET",), access="open"),
     Route(path="/busy_threshold", methods=("GET", "POST"), access="control"),
+    Route(path="/control/about", methods=("GET",), access="control"),
+    Route(path="/control/timelines", methods=("GET",), access="control"),
 )
 
 

@@ -22,6 +22,7 @@ from baton.edge.models import KnownModels
 from baton.edge.routes import RouteTable
 from baton.edge.upstream import UpstreamPool
 from baton.errors import ConfigError
+from baton.timelines.ring import TimelineRing
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +47,14 @@ class Edge:
         tls: ssl.SSLContext | None = None,
         take_reason: Callable[[str], str | None] = lambda request_id: None,
         counts: EdgeCounts | None = None,
+        timelines: TimelineRing | None = None,
     ) -> None:
         self.pool = pool
         self.heads = HeadCheck(routes, access, limits.body_bytes)
         self.models = models
         self.limits = limits
         self.counts = counts or EdgeCounts()
+        self.timelines = timelines or TimelineRing(0)
         self.take_reason = take_reason
         """Returns the reason why the request with this id has failed, where the answer of the frontend lacks it."""
         self.upstream_host = b"localhost"

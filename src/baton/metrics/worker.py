@@ -1,28 +1,46 @@
 """Prometheus metrics of one worker, and its one log line for each request."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
+from prometheus_client import CollectorRegistry, generate_latest
+
+from baton.metrics.families import Counted, Distribution, Observed, Scraped
+from baton.metrics.process import process_registry
+from baton.metrics.worker_families import (
+    BLOCKS,
+    COMMAND_DURATION,
+    COMMANDS,
+    DURATION,
+    ENDED_ROOMS,
+    ERRORS,
+    FIRST_OUTPUT,
+    HEALTHY,
+    IN_FLIGHT,
+    MEDIA_BYTES,
+    MEDIA_ITEMS,
+    MEDIA_LOOKUPS,
+    MODEL_LOAD,
+    OPEN_ROOMS,
+    PREFILL,
+    QUEUE,
+    REQUESTS,
+    RUNNING,
+    STEPS,
+    TOKEN_GAP,
+    TOKENS,
+    TRANSFER_BYTES,
+    TRANSFER_DURATION,
+    WAITING,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
 from baton.ports.observer import RequestRecord
 from baton.protocol.events import LoadSnapshot
 from baton.protocol.lifecycle import TERMINAL
 
 log = logging.getLogger("baton.request")
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-_COMMAND_SECONDS = (0.001, 0.01, 0.1, 1, 5, 10, 30, 60, 300, 600)
+T = TypeVar("T")
 
 
 class RoomCounts(Protocol):
@@ -45,8 +63,8 @@ class TrafficCounts(Protocol):
         """How many bytes."""
 
     @property
-    def seconds_by_transport(self) -> Mapping[str, float]:
-        """How many seconds, over all requests."""
+    def seconds_by_transport(self) -> Mapping[str, Distribution]:
+        """How long each fetch took."""
 
 
 class EmbeddingCounts(Protocol):
@@ -74,53 +92,34 @@ class EmbeddingCounts(Protocol):
 
 
 class WorkerMetrics:
-    """An Observer (see `ports/observer.py`) with the worker's gauges beside it."""
+    """An Observer (see `ports/observer.py`) with the worker's gauges beside it. Used in the event loop."""
 
-    def __init__(self, role: str) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "baton_requests", "Requests by the state they ended in", ["role", "state"], registry=self.registry
-        )
-        self._errors = Counter("baton_errors", "Requests that failed, by code", ["code"], registry=self.registry)
-        self._tokens = Counter("baton_tokens", "Tokens by kind", ["kind"], registry=self.registry)
-        self._first = Histogram(
-            "baton_first_output_seconds",
-            "Admission to first output",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self._duration = Histogram(
-            "baton_request_seconds", "Admission to the end", buckets=_SECONDS, registry=self.registry
-        )
-        self.in_flight = Gauge("baton_in_flight", "Requests inside the gate", registry=self.registry)
-        self.healthy = Gauge("baton_healthy", "1 while canary and watchdog find no fault", registry=self.registry)
-        self.model_load_seconds = Gauge(
-            "baton_model_load_seconds", "Seconds that the engine took to load the model", registry=self.registry
-        )
-        rank = ["dp_rank"]
-        self._running = Gauge("baton_engine_running", "Requests running in the engine", rank, registry=self.registry)
-        self._waiting = Gauge("baton_engine_waiting", "Requests waiting in the engine", rank, registry=self.registry)
-        self._blocks = Gauge("baton_engine_blocks", "KV blocks by use", ["use", *rank], registry=self.registry)
-        self._commands = Counter(
-            "baton_commands",
-            "Commands of operators, by outcome",
-            ["command", "outcome"],
-            registry=self.registry,
-        )
-        self._command_seconds = Histogram(
-            "baton_command_seconds",
-            "Duration of operators' commands",
-            ["command"],
-            buckets=_COMMAND_SECONDS,
-            registry=self.registry,
-        )
+    def __init__(self, role: str, model: str = "", engine: str = "none") -> None:
+        self.registry = registry = process_registry(role, model, engine)
+        requests = Counted(REQUESTS, registry)
         self._by_state = {
-            (name, state): self._requests.labels(name, state.value) for name in (role, "canary") for state in TERMINAL
+            (name, state): requests.labels(name, state.value) for name in (role, "canary") for state in TERMINAL
         }
+        self._errors = Counted(ERRORS, registry)
+        tokens = Counted(TOKENS, registry)
         self._prompt, self._cached, self._completion = (
-            self._tokens.labels(kind) for kind in ("prompt", "cached", "completion")
+            tokens.labels(role, kind) for kind in ("prompt", "cached", "completion")
         )
+        self._first = Observed(FIRST_OUTPUT, registry).labels(role)
+        self._duration = Observed(DURATION, registry).labels(role)
+        self.token_gaps, self._queue, self._prefill = (
+            Observed(family, registry if role in family.processes else CollectorRegistry()).labels(role)
+            for family in (TOKEN_GAP, QUEUE, PREFILL)
+        )
+        self.in_flight = Counted(IN_FLIGHT, registry)
+        self.healthy = Counted(HEALTHY, registry)
+        self.model_load_seconds = Counted(MODEL_LOAD, registry)
+        self.steps = Counted(STEPS, registry)
+        self._running = Counted(RUNNING, registry)
+        self._waiting = Counted(WAITING, registry)
+        self._blocks = Counted(BLOCKS, registry)
+        self._commands = Counted(COMMANDS, registry)
+        self._command_seconds = Observed(COMMAND_DURATION, registry)
 
     def finished(self, record: RequestRecord) -> None:
         """See `Observer.finished`."""
@@ -128,12 +127,7 @@ class WorkerMetrics:
         if record.error_code is not None:
             self._errors.labels(record.error_code).inc()
         if record.role != "canary":  # tokens and times count clients only
-            self._prompt.inc(record.prompt_tokens)
-            self._cached.inc(record.cached_tokens)
-            self._completion.inc(record.completion_tokens)
-            if record.first_output_s is not None:
-                self._first.observe(record.first_output_s)
-            self._duration.observe(record.duration_s)
+            self._count(record)
         log.log(
             logging.DEBUG if record.role == "canary" else logging.INFO,
             "%s %s %s error=%s prompt=%d cached=%d completion=%d duration_ms=%.1f model=%s trace=%s client=%s",
@@ -148,11 +142,24 @@ class WorkerMetrics:
             record.model or "-",
             record.trace_id or "-",
             record.client_id or "-",
+            extra={"request_id": record.request_id, "trace_id": record.trace_id},
         )
+
+    def _count(self, record: RequestRecord) -> None:
+        self._prompt.inc(record.prompt_tokens)
+        self._cached.inc(record.cached_tokens)
+        self._completion.inc(record.completion_tokens)
+        if record.first_output_s is not None:
+            self._first.observe(record.first_output_s)
+        self._duration.observe(record.duration_s)
+        if record.queue_s is not None:
+            self._queue.observe(record.queue_s)
+        if record.prefill_s is not None:
+            self._prefill.observe(record.prefill_s)
 
     def load(self, snapshot: LoadSnapshot) -> None:
         """Show the load of one data-parallel rank of the engine."""
-        rank = snapshot.dp_rank
+        rank = str(snapshot.dp_rank)
         self._running.labels(rank).set(snapshot.running)
         self._waiting.labels(rank).set(snapshot.waiting)
         self._blocks.labels("used", rank).set(snapshot.used_blocks)
@@ -166,65 +173,27 @@ class WorkerMetrics:
     def show_transfers(self, rooms: RoomCounts | None, traffic: TrafficCounts | None) -> None:
         """Export the KV handoffs of this worker, where its role has any."""
         if rooms is not None:
-            self.registry.register(_Rooms(rooms))
+            Scraped(OPEN_ROOMS, self.registry, lambda: _by_label(rooms.open))
+            Scraped(ENDED_ROOMS, self.registry, lambda: _by_label(rooms.ended))
         if traffic is not None:
-            self.registry.register(_Traffic(traffic))
+            Scraped(TRANSFER_BYTES, self.registry, lambda: _by_label(traffic.bytes_by_transport))
+            Observed(TRANSFER_DURATION, self.registry, lambda: _by_label(traffic.seconds_by_transport))
 
     def show_embeddings(self, store: EmbeddingCounts) -> None:
         """Export the embedding cache of this worker, where it has one."""
-        self.registry.register(_Embeddings(store))
+        Scraped(MEDIA_LOOKUPS, self.registry, lambda: [(("hit",), store.hits), (("miss",), store.misses)])
+        Scraped(MEDIA_BYTES, self.registry, lambda: [((), store.used_bytes)])
+        Scraped(
+            MEDIA_ITEMS,
+            self.registry,
+            lambda: [(("pinned",), store.pinned), (("cached",), store.entries - store.pinned)],
+        )
 
     def render(self) -> str:
         """Return everything as Prometheus text."""
         return generate_latest(self.registry).decode()
 
 
-class _Rooms(Collector):
-    def __init__(self, counts: RoomCounts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        rooms = GaugeMetricFamily(
-            "baton_rooms", "Rooms with KV or encoded media for other workers, by state", labels=["state"]
-        )
-        for state, number in self._counts.open.items():
-            rooms.add_metric([state], number)
-        ended = CounterMetricFamily("baton_rooms", "Rooms that have ended, by outcome", labels=["end"])
-        for end, number in self._counts.ended.items():
-            ended.add_metric([end], number)
-        yield from (rooms, ended)
-
-
-class _Embeddings(Collector):
-    def __init__(self, counts: EmbeddingCounts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        counts = self._counts
-        lookups = CounterMetricFamily(
-            "baton_media_cache", "Media of requests that were in the embedding cache, or not", labels=["result"]
-        )
-        lookups.add_metric(["hit"], counts.hits)
-        lookups.add_metric(["miss"], counts.misses)
-        yield lookups
-        yield GaugeMetricFamily("baton_media_cache_bytes", "Embeddings in memory", value=counts.used_bytes)
-        items = GaugeMetricFamily("baton_media_cache_items", "Encoded media in memory, by use", labels=["use"])
-        items.add_metric(["pinned"], counts.pinned)
-        items.add_metric(["cached"], counts.entries - counts.pinned)
-        yield items
-
-
-class _Traffic(Collector):
-    def __init__(self, counts: TrafficCounts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        size = CounterMetricFamily(
-            "baton_transfer_bytes", "KV and embeddings fetched from other workers", labels=["transport"]
-        )
-        for transport, number in dict(self._counts.bytes_by_transport).items():
-            size.add_metric([transport], number)
-        seconds = CounterMetricFamily("baton_transfer_seconds", "Seconds spent fetching them", labels=["transport"])
-        for transport, number in dict(self._counts.seconds_by_transport).items():
-            seconds.add_metric([transport], number)
-        yield from (size, seconds)
+def _by_label(values: Mapping[str, T]) -> list[tuple[tuple[str, ...], T]]:
+    """Return a copy of `values`, which may change at any time, as the values of one label."""
+    return [((label,), value) for label, value in dict(values).items()]

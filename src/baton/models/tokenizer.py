@@ -87,6 +87,15 @@ class HubTokenTexts:
             self._texts[token_id] = text
         return text
 
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def is_special(self, token_id: int) -> bool:
+        """See `TokenTexts.is_special`."""
+        return token_id in self._special
+
     def decode(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         """See `TokenTexts.decode`."""
         tokenizer, stream = self._tokenizer, DecodeStream(skip_special_tokens=False)

@@ -6,6 +6,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
+
+from baton.config.environment import supervisor_pid
+from baton.process.foreign_output import convert_standard_error
+from baton.process.json_lines import JsonFormatter, convert_to_json
 
 FLUSH_INTERVAL_S = 0.1
 WRITE_CHARS = 4000
@@ -27,7 +32,11 @@ class BatchedHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Buffer a record."""
-        self._lines.append(self.format(record))
+        try:
+            self._lines.append(self.format(record))
+        except Exception:  # noqa: BLE001 - a call with wrong arguments, as in a library, must not fail its caller
+            self.handleError(record)
+            return
         if record.levelno >= logging.WARNING:
             self.flush()
         elif not self._due.is_set():
@@ -60,10 +69,15 @@ def _write(lines: list[str]) -> None:
     sys.stderr.flush()
 
 
-def start_logging(level: str) -> None:
-    """Send the logs of this process to standard error from now on."""
+def start_logging(level: str, log_format: str = "text", process: str = "") -> None:
+    """Send the logs of this process to standard error from now on. JSON lines name the `process`.
+
+    The supervisor of a process converts what the runtime and libraries write; without one, the process does.
+    """
     handler = BatchedHandler()
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else logging.Formatter(FORMAT))
+    if log_format == "json" and supervisor_pid() is None:
+        convert_standard_error(lambda lines: convert_to_json(lines, datetime.now(UTC), process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     # Thread and process names cost time for every line, and no line has them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False

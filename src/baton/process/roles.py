@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.config.peer_tls import peer_tls
 from baton.config.settings import Settings
 from baton.errors import ConfigError, InvalidRequest
 from baton.handlers.aggregated import AggregatedHandler
@@ -240,7 +241,8 @@ async def _encode(context: RoleContext) -> RoleService:
     media = build_media(context, "encode")
     assert media.loader is not None
     memory = media.store.memory if media.store is not None else None
-    producer = await open_room_server(context.settings.kv, memory, bind_address(context.settings.runtime))
+    runtime = context.settings.runtime
+    producer = await open_room_server(context.settings.kv, memory, bind_address(runtime), tls=peer_tls(runtime))
     timeout_s = context.settings.kv.claim_timeout_s
     handler = EncodeHandler(
         engine, context.info, context.tracker, media.loader, producer, media.encoder, claim_timeout_s=timeout_s
@@ -325,7 +327,11 @@ async def _prefill(context: RoleContext) -> RoleService:
     if _is_early(context) and context.info.handoff_host is not None and context.info.handoff_port is not None:
         bootstrap = (context.info.handoff_host, context.info.handoff_port)
     producer = await open_room_server(
-        context.settings.kv, context.info.kv, bind_address(context.settings.runtime), bootstrap
+        context.settings.kv,
+        context.info.kv,
+        bind_address(context.settings.runtime),
+        bootstrap,
+        peer_tls(context.settings.runtime),
     )
     media = build_media(context, "prefill")
     handler = PrefillHandler(_generating(context), context.info, context.tracker, producer, media.input)
@@ -342,7 +348,7 @@ async def _prefill(context: RoleContext) -> RoleService:
 async def _decode(context: RoleContext) -> RoleService:
     from baton.transfer.room_client import open_room_client
 
-    consumer = open_room_client(context.settings.kv, context.info.kv)
+    consumer = open_room_client(context.settings.kv, context.info.kv, peer_tls(context.settings.runtime))
     media = build_media(context, "decode")
     engine = _generating(context)
     if context.info.kv is not None and not isinstance(engine, KvImportEngine):

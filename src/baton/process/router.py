@@ -12,10 +12,12 @@ from pathlib import Path
 from baton.config.settings import Settings
 from baton.control.controller import Controller
 from baton.control.http.schemas import Health, State
-from baton.errors import BatonError, ConfigError, EngineDead, InvalidRequest
+from baton.errors import BatonError, ConfigError, EngineDead, InvalidRequest, Unsupported
 from baton.metrics.exposition import TimedScrape, join
 from baton.models.directory import read_config
 from baton.ports.runtime import Endpoint, ModelCard, Runtime, Service, Wire
+from baton.process.location_service import serve_location, system_url
+from baton.process.process_reports import ProcessReports, ProcessStatus
 from baton.process.registration_watch import RegistrationWatch
 from baton.process.roles import chat_format
 from baton.process.service_process import (
@@ -33,6 +35,7 @@ from baton.router.routing_table import RoutingTable
 from baton.router.topology_file import read_topology
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.status.sd_notify import notify
+from baton.timelines.reports import AboutReply, TimelinesReply
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ def run_router(settings: Settings) -> int:
     """Run a global router until it is stopped; return its exit code. Its model has been prepared."""
     import uvloop
 
-    async def build() -> GlobalRouter:
+    async def build(settings: Settings) -> GlobalRouter:
         runtime = DynamoRuntime(
             settings.runtime,
             publishes_metrics=True,
@@ -67,7 +70,7 @@ def run_router(settings: Settings) -> int:
         )
         return GlobalRouter(settings, runtime)
 
-    return uvloop.run(run_service(settings, build))
+    return uvloop.run(run_service(settings, build, settings.accepts_commands))
 
 
 class GlobalRouter:
@@ -79,8 +82,10 @@ class GlobalRouter:
         self._file = Path(settings.topology)
         self._stamp: Stamp | None = None
         self.routing = RoutingTable(runtime)
-        self.observed = RouterMetrics(self.routing.routers)
+        self.observed = RouterMetrics(self.routing.routers, settings.first_name)
+        self._reports = ProcessReports(settings, "router")
         self.gate = Gate(sys.maxsize)
+        self.observed.in_flight.read(lambda: self.gate.in_flight)
         self._endpoints: list[Endpoint] = []
         self._scrape = TimedScrape("the runtime", runtime.metrics, SCRAPE_TIMEOUT_S)
         self._process = ServiceProcess(
@@ -110,7 +115,15 @@ class GlobalRouter:
 
     def control(self) -> Controller | None:
         """See `Controlled.control`. A router takes no commands; its plan is changed by editing the file."""
-        return None
+        raise Unsupported("a router takes no commands; change its topology file instead")
+
+    def about(self) -> AboutReply:
+        """See `Controlled.about`."""
+        return self._reports.about(ProcessStatus(health=self._state(), in_flight=self.gate.in_flight))
+
+    def timelines(self, after: int, limit: int) -> TimelinesReply:
+        """See `Controlled.timelines`."""
+        return self._reports.page(after, limit, None)
 
     def count_command(self, command: str, outcome: str, seconds: float) -> None:
         """See `Controlled.count_command`."""
@@ -129,6 +142,7 @@ class GlobalRouter:
         self._stamp = _stamp(self._file)
         plan = await self._read_plan()
         await self._runtime.start()
+        await serve_location(self._runtime.serve, self._settings, "router", system_url(self._settings))
         await self.routing.adopt(plan)
         await self._wait_for_workers()
         limits = RequestLimits(request_timeout_s=self._settings.request_timeout_s)
@@ -168,6 +182,7 @@ class GlobalRouter:
     async def close(self) -> None:
         """See `ServiceSteps.close`."""
         self._scrape.close()
+        await self._reports.aclose()
 
     async def _read_plan(self) -> Plan:
         """Return the plan of the file, with the default targets of the settings. Raises ConfigError."""
@@ -193,7 +208,7 @@ class GlobalRouter:
             ) from None
 
     async def _serve(self, role: PoolRole, limits: RequestLimits) -> tuple[PoolRole, Endpoint]:
-        tracker = RequestTracker(self.gate, limits, self.observed, role, _log_fatal)
+        tracker = RequestTracker(self.gate, limits, self.observed, role, _log_fatal, self._reports.timelines)
         forwarder = Forwarder(lambda: self.routing.router(role), tracker, self.observed)
         path = f"{self._settings.namespace}.router.{_ENDPOINTS[role]}"
         return role, await self._runtime.serve(path, Service(forwarder.generate, _as_is, _as_is))

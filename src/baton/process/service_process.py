@@ -6,13 +6,13 @@ A worker and a global router are `ServiceSteps`; what they have in common is her
 import asyncio
 import gc
 import logging
-import os
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from baton.config.directories import control_directory, process_directory, profile_directory
-from baton.config.environment import process_name
+import msgspec
+
+from baton.config.directories import control_directory, process_directory, profile_directory, shared_directory
 from baton.config.load import control_token
 from baton.config.settings import Settings
 from baton.control.http.server import Subject, SystemServer
@@ -21,14 +21,17 @@ from baton.control.process_entries import published_entry
 from baton.errors import BatonError, ConfigError, Draining, EngineDead
 from baton.ports.runtime import Runtime
 from baton.process.exit_codes import exit_code
+from baton.process.process_reports import own_name
 from baton.process.signals import stop_on_signals
 from baton.request.gate import Gate
-from baton.status.sd_notify import RUNNING_REQUESTS, notify, send_heartbeats
+from baton.status.sd_notify import RUNNING_REQUESTS, SYSTEM_URL, notify, send_heartbeats
 
 log = logging.getLogger(__name__)
 
 DISCOVERY_TIMEOUT_S = 5.0
 CANCEL_TRIES = 3
+# New objects before a collection. Requests make hundreds of them, which die without one.
+GC_THRESHOLD = 10_000
 
 
 class ServiceSteps(Protocol):
@@ -58,9 +61,10 @@ class Runnable(Subject, Protocol):
 
 
 async def run_service(
-    settings: Settings, build: Callable[[], Awaitable[Runnable]], accepts_commands: bool = False
+    settings: Settings, build: Callable[[Settings], Awaitable[Runnable]], accepts_commands: bool = False
 ) -> int:
-    """Run what `build` returns until SIGTERM; return the exit code. `/health` answers before `build` is called.
+    """Run what `build` returns until SIGTERM; return the exit code. `/health` answers before `build` is called,
+    with settings that have the port of the system server.
 
     Commands need the configured token, or else a generated one.
     """
@@ -69,15 +73,17 @@ async def run_service(
     token = given or generate_token() if accepts_commands else None
     server = SystemServer(settings.system_host, settings.system_port, token=token)
     await server.start()
+    notify(f"{SYSTEM_URL}={server.url}")
 
     def on_ready() -> None:
         log.info("health and metrics on %s", server.url)
         gc.freeze()  # what has been loaded stays; the collector need not scan it again
+        gc.set_threshold(GC_THRESHOLD)
         notify(f"READY=1\nSTATUS=health on {server.url}")
 
     try:
         with _entry(server, settings), _published(server, token) if token and not given else nullcontext():
-            server.subject = subject = await build()
+            server.subject = subject = await build(msgspec.structs.replace(settings, system_port=server.port))
             return await exit_code(subject.run(stop, on_ready), profile_directory(settings))
     finally:
         await server.aclose()
@@ -87,7 +93,9 @@ def _entry(server: SystemServer, settings: Settings) -> AbstractContextManager[N
     """Return a block within which `baton ctl` finds this process by its name."""
     role = "router" if settings.topology else "worker" if settings.role == "auto" else settings.role
     try:
-        return published_entry(process_directory(), process_name() or f"{role}-{os.getpid()}", server.url)
+        return published_entry(
+            process_directory(), own_name(role), server.url, discovery=shared_directory(settings.runtime)
+        )
     except ConfigError:  # no home directory
         return nullcontext()
 

@@ -14,7 +14,7 @@ from typing import Any
 from baton.config.settings import Settings
 from baton.control.controller import Controller
 from baton.control.http.schemas import Health, State
-from baton.errors import ConfigError, EngineDead, PeerLost
+from baton.errors import ConfigError, EngineDead, PeerLost, Unsupported
 from baton.handlers.probe import ProbeContext, read_to_end
 from baton.handlers.process import ProcessHandler
 from baton.health.canary import Canary
@@ -22,6 +22,8 @@ from baton.metrics.exposition import TimedScrape, join
 from baton.metrics.worker import WorkerMetrics
 from baton.models.tokenizer import HubTokenizer, HubTokenTexts
 from baton.ports.runtime import Endpoint, ModelCard, ModelClient, Runtime, Service
+from baton.process.location_service import serve_location, system_url
+from baton.process.process_reports import ProcessReports, ProcessStatus
 from baton.process.registration_watch import RegistrationWatch
 from baton.process.roles import path_of
 from baton.process.service_process import DISCOVERY_TIMEOUT_S, ServiceProcess, bounded, run_service
@@ -30,6 +32,8 @@ from baton.request.gate import Gate, GateState
 from baton.request.tracker import RequestLimits, RequestTracker
 from baton.runtimes.dynamo.model_client import DynamoModelClient
 from baton.runtimes.dynamo.runtime import DynamoRuntime
+from baton.timelines.reports import AboutReply, TimelinesReply
+from baton.timelines.ring import TimelineRing
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ def run_text_processor(settings: Settings) -> int:
     """Run a process worker until it is stopped; return its exit code. Its tokenizer has been prepared."""
     import uvloop
 
-    async def build() -> TextProcessor:
+    async def build(settings: Settings) -> TextProcessor:
         runtime = DynamoRuntime(
             settings.runtime,
             publishes_metrics=True,
@@ -54,7 +58,7 @@ def run_text_processor(settings: Settings) -> int:
             settings, runtime, DynamoModelClient(runtime, settings, settings.language_worker_namespace)
         )
 
-    return uvloop.run(run_service(settings, build))
+    return uvloop.run(run_service(settings, build, settings.accepts_commands))
 
 
 class TextProcessor:
@@ -69,9 +73,10 @@ class TextProcessor:
         self._endpoint: Endpoint | None = None
         self._prober: ProcessHandler | None = None
         self._healthy = True
-        self.observed = WorkerMetrics(ROLE)
+        self.observed = WorkerMetrics(ROLE, settings.first_name)
+        self._reports = ProcessReports(settings, ROLE)
         self.gate = Gate(settings.max_in_flight)
-        self.observed.in_flight.set_function(lambda: self.gate.in_flight)
+        self.observed.in_flight.read(lambda: self.gate.in_flight)
         self._scrape = TimedScrape("the runtime", runtime.metrics, SCRAPE_TIMEOUT_S)
         self._canary_task: asyncio.Task[Any] | None = None
         self._process = ServiceProcess(
@@ -101,7 +106,15 @@ class TextProcessor:
 
     def control(self) -> Controller | None:
         """See `Controlled.control`. It has no engine that takes commands: send them to the language workers."""
-        return None
+        raise Unsupported("a process worker has no engine; send commands to the language workers")
+
+    def about(self) -> AboutReply:
+        """See `Controlled.about`."""
+        return self._reports.about(ProcessStatus(health=self._state(), in_flight=self.gate.in_flight))
+
+    def timelines(self, after: int, limit: int) -> TimelinesReply:
+        """See `Controlled.timelines`."""
+        return self._reports.page(after, limit, None)
 
     def count_command(self, command: str, outcome: str, seconds: float) -> None:
         """See `Controlled.count_command`."""
@@ -121,12 +134,13 @@ class TextProcessor:
         directory = Path(settings.model)
         tokenizer = await asyncio.to_thread(HubTokenizer, directory, settings.chat_template)
         await self._runtime.start()
+        await serve_location(self._runtime.serve, self._settings, "process", system_url(self._settings))
         await self._model.start()
         try:
             language = await self._model.ready(settings.start_timeout_s)
         except PeerLost as error:
             raise EngineDead(error.message) from None
-        handler = _handler(settings, self._model, tokenizer, self._tracker(self.gate, ROLE))
+        handler = _handler(settings, self._model, tokenizer, self._tracker(self.gate, ROLE, self._reports.timelines))
         endpoint = await self._runtime.serve(
             path_of(settings, ROLE), Service(handler.generate, decode_text, encode_text)
         )
@@ -140,9 +154,11 @@ class TextProcessor:
             settings.language_worker_namespace,
         )
 
-    def _tracker(self, gate: Gate, role: str) -> RequestTracker:
+    def _tracker(self, gate: Gate, role: str, timelines: TimelineRing | None = None) -> RequestTracker:
         limits = RequestLimits(request_timeout_s=self._settings.request_timeout_s)
-        return RequestTracker(gate, limits, self.observed, role, self._process.fail)
+        return RequestTracker(
+            gate, limits, self.observed, role, self._process.fail, timelines, self.observed.token_gaps.observe
+        )
 
     def start_guards(self) -> None:
         """See `ServiceSteps.start_guards`."""
@@ -203,6 +219,7 @@ class TextProcessor:
         """See `ServiceSteps.close`."""
         self._model.close()
         self._scrape.close()
+        await self._reports.aclose()
 
 
 def _handler(

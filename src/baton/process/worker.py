@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from baton.config.settings import Settings
 from baton.control.controller import Controller
 from baton.control.discovery import DiscoveryRegistration
+from baton.control.http.command_table import supported_paths
 from baton.control.http.schemas import Health, State
 from baton.engines.registry import build_engine, import_engine
 from baton.errors import EngineDead, Unsupported
@@ -21,6 +22,8 @@ from baton.ports.engine import Engine, EngineInfo
 from baton.ports.runtime import Endpoint, Runtime
 from baton.process.follower_events import FollowerEvents, FollowerSubscriber, follower_path
 from baton.process.kv_compatibility import kv_path, kv_service, refuse_incompatible_peers
+from baton.process.location_service import serve_location, system_url
+from baton.process.process_reports import ProcessReports, ProcessStatus
 from baton.process.registration_watch import RegistrationWatch
 from baton.process.role_context import RoleContext
 from baton.process.roles import RoleService, announce, build_role, path_of, role_of
@@ -34,6 +37,7 @@ from baton.protocol.events import LoadSnapshot
 from baton.request.gate import Gate, GateState
 from baton.request.tracker import RequestLimits, RequestTracker
 from baton.runtimes.dynamo.runtime import DynamoRuntime
+from baton.timelines.reports import AboutReply, TimelinesReply
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ def run_worker(settings: Settings) -> int:
     """Run one worker until it is stopped; return its exit code. Its model has been prepared."""
     import uvloop
 
-    async def build() -> Worker:
+    async def build(settings: Settings) -> Worker:
         await asyncio.to_thread(import_engine, settings)
         runtime = DynamoRuntime(
             settings.runtime,
@@ -78,7 +82,9 @@ class Worker:
         self._engine = engine
         self._runtime = runtime
         self._role = role_of(settings, engine.capabilities)
-        self.observed = WorkerMetrics(self._role)
+        self.observed = WorkerMetrics(self._role, settings.first_name, settings.engine)
+        self._reports = ProcessReports(settings, self._role, settings.engine)
+        self._load: dict[int, LoadSnapshot] = {}
         self.gate = Gate(settings.max_in_flight)
         self._process = ServiceProcess(
             "worker",
@@ -101,7 +107,8 @@ class Worker:
             TimedScrape("the engine", self._engine_metrics, SCRAPE_TIMEOUT_S),
             TimedScrape("the runtime", runtime.metrics, SCRAPE_TIMEOUT_S),
         ]
-        self.observed.in_flight.set_function(lambda: self.gate.in_flight)
+        self.observed.in_flight.read(lambda: self.gate.in_flight)
+        self.observed.steps.read(lambda: engine.progress().steps)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """See `Runnable.run`."""
@@ -148,6 +155,27 @@ class Worker:
             raise Unsupported("this node is a follower in its engine; send commands to the leader")
         return self._registered.controller if self._registered is not None else None
 
+    def about(self) -> AboutReply:
+        """See `Controlled.about`."""
+        producer = self._role_service.producer if self._role_service is not None else None
+        consumer = self._role_service.consumer if self._role_service is not None else None
+        return self._reports.about(
+            ProcessStatus(
+                health=self._state(),
+                in_flight=self.gate.in_flight,
+                model=self._info.model_name if self._info is not None else None,
+                capabilities=self._engine.capabilities,
+                load=[self._load[rank] for rank in sorted(self._load)],
+                rooms=producer.rooms.open if producer is not None else {},
+                transfers=consumer.bytes_by_transport if consumer is not None else {},
+                commands=supported_paths(self._engine.capabilities) if self._registered is not None else (),
+            )
+        )
+
+    def timelines(self, after: int, limit: int) -> TimelinesReply:
+        """See `Controlled.timelines`."""
+        return self._reports.page(after, limit, self._info.model_name if self._info is not None else None)
+
     def count_command(self, command: str, outcome: str, seconds: float) -> None:
         """See `Controlled.count_command`."""
         self.observed.count_command(command, outcome, seconds)
@@ -176,6 +204,7 @@ class Worker:
                 info = await self._start_engine()
                 if info.leader or info.group is not None:
                     await self._runtime.start()
+                    await serve_location(self._runtime.serve, self._settings, self._role, system_url(self._settings))
                 if info.leader:
                     self._registered = await self._register(info)
                 elif info.group is not None:
@@ -242,10 +271,19 @@ class Worker:
         await bounded("the engine did not stop", self._engine.stop(), self._settings.abort_timeout_s)
         for scrape in self._scrapes:
             scrape.close()
+        await self._reports.aclose()
 
     async def _register(self, info: EngineInfo) -> _Registered:
         """Serve the endpoint, probe the role, and only then register the model."""
-        tracker = RequestTracker(self.gate, self._limits, self.observed, self._role, self._process.fail)
+        tracker = RequestTracker(
+            self.gate,
+            self._limits,
+            self.observed,
+            self._role,
+            self._process.fail,
+            self._reports.timelines,
+            self.observed.token_gaps.observe,
+        )
         probe_tracker = RequestTracker(Gate(1), self._limits, self.observed, "canary", self._process.fail)
         role_context = RoleContext(self._settings, self._engine, info, tracker, probe_tracker)
         role_service = self._role_service = await build_role(self._role, role_context)
@@ -290,6 +328,7 @@ class Worker:
             async for reading in readings:
                 if isinstance(reading, LoadSnapshot):
                     self.observed.load(reading)
+                    self._load[reading.dp_rank] = reading
                 if self._registered is not None:
                     self._registered.endpoint.publish(reading)
                 elif self._info is not None and self._info.group is not None:

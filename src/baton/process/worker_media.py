@@ -10,6 +10,7 @@
 
 from typing import TYPE_CHECKING
 
+from baton.config.peer_tls import peer_tls
 from baton.handlers.media import MediaInput
 from baton.handlers.media_encoder import MediaEncoder
 from baton.handlers.media_rows import RowsInput
@@ -109,7 +110,8 @@ def _encoder(context: RoleContext, store: EmbeddingStore | None) -> MediaEncoder
 def _consumer(context: RoleContext, store: EmbeddingStore | None) -> "RoomClient":
     from baton.transfer.room_client import open_room_client  # imports numpy, which text does not need
 
-    return open_room_client(context.settings.kv, store.memory if store is not None else None)
+    memory = store.memory if store is not None else None
+    return open_room_client(context.settings.kv, memory, peer_tls(context.settings.runtime))
 
 
 def _rows(consumer: "RoomClient | None", store: EmbeddingStore | None) -> RowsInput | None:

@@ -1,13 +1,13 @@
 """Forwards a request unchanged to its pool, and the stream of the pool unchanged to the caller."""
 
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from baton.errors import BatonError, EngineFailed, PeerLost
 from baton.ports.runtime import Context, Wire
-from baton.protocol.lifecycle import State
 from baton.request.forwarded_context import ForwardedContext
 from baton.request.tracker import RequestTracker, TrackedRequest
 from baton.router.metrics import RouterMetrics
@@ -36,9 +36,9 @@ class Forwarder:
         router = self._router()
         view = view_request(request, router.plan.ttft_ms, router.plan.itl_ms)
         with self._tracker.track(context, view.point.length, str(request.get("model", ""))) as tracked:
-            tracked.lifecycle.advance(State.SUBMITTED)
+            tracked.submitted()
             route = router.route(view)
-            pool_context = ForwardedContext(context, tracked.scope)
+            pool_context = ForwardedContext(context, tracked)
             failure: BatonError | None = None
             while (state := self._next_pool(router.role, route, failure, tracked)) is not None:
                 attempt = _Attempt(state, tracked)
@@ -55,6 +55,7 @@ class Forwarder:
                     if attempt.has_output or not error.retryable:
                         raise
                     failure = error
+                    tracked.timeline.mark("retried", {"pool": state.pool.name, "code": error.code})
                     self._metrics.retried(router.role, state.pool.name, error.code)
                 finally:
                     attempt.close()
@@ -73,6 +74,10 @@ class Forwarder:
             return None
         reason = _decision_reason(route, failure)
         self._metrics.decided(role, state.pool.name, reason)
+        targets = {
+            name: target for name in MEASURED[role] if math.isfinite(target := route.targets.get(name, math.inf))
+        }
+        tracked.timeline.mark("pool_selected", {"role": role, "pool": state.pool.name, "reason": reason, **targets})
         log.debug(
             "%s %s routed to pool %s (%s, cell %s)",
             tracked.request_id,
@@ -125,13 +130,14 @@ class _Attempt:
                 raise EngineFailed(str(reason["error"]))
             self._start_output(count)
         self._tokens += count
+        self._tracked.timeline.output(time.perf_counter_ns())
 
     def _start_output(self, tokens: int) -> None:
         self.has_output = True
-        self._first = self._tracked.first_output_at = self._last
+        self._first = self._last
         self._first_tokens = tokens
         self._state.waiting -= 1
-        self._tracked.lifecycle.advance(State.STREAMING)
+        self._tracked.first_output()
 
     def require_output(self) -> None:
         """Raise PeerLost if the stream ended without a reply."""

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 RUNNING_REQUESTS = "X_RUNNING_REQUESTS"
 """The key under which a process that stops reports how many requests it waits for. systemd ignores it."""
+SYSTEM_URL = "X_SYSTEM_URL"
+"""The key under which a process that is ready reports the URL of its system server. systemd ignores it."""
 
 
 def notify(message: str) -> None:

@@ -7,9 +7,11 @@ import pytest
 
 # Before the suites are imported, so that a failed assertion shows its values.
 pytest.register_assert_rewrite(
+    "baton.testing.abort_rules",
     "baton.testing.engine_contract",
     "baton.testing.engine_session",
     "baton.testing.engine_suite",
+    "baton.testing.generation_rules",
     "baton.testing.handoff_contract",
     "baton.testing.handoff_session",
     "baton.testing.runtime_contract",

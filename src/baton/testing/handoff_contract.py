@@ -346,7 +346,6 @@ class HandoffContract(EngineSuite):
         producing_engine = self.engines.session("producer", self.make_producer, self.limit_s)
         async with producing_engine as producer, self._session() as consumer:
             assert producer.info.kv is not None
-            assert producer.info.kv.device == "cpu", "the suite can read the KV memory"
             assert consumer.info.kv is not None
             assert consumer.info.kv.shape == producer.info.kv.shape, "engines on one model have one KV shape"
             yield producer, consumer

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from baton.engine_kit.cuda.driver import device_number, find_driver
 from baton.ports.engine import Stream, Work
 from baton.ports.transfer import BlockMemory
 from baton.protocol.handoff import Bootstrap, Consume, Handoff, Produce
@@ -102,14 +103,33 @@ async def scores_of(stream: Stream) -> list[float]:
 
 def read_block(memory: BlockMemory, block: int) -> tuple[bytes, ...]:
     """Return the content of `block`, plane by plane."""
-    return tuple(ctypes.string_at(address, memory.block_bytes) for address in _addresses(memory, block))
+    content = ctypes.create_string_buffer(memory.block_bytes)
+    parts = []
+    for address in _addresses(memory, block):
+        _copy(memory, ctypes.addressof(content), address)
+        parts.append(content.raw)
+    return tuple(parts)
 
 
 def write_block(memory: BlockMemory, block: int, content: Sequence[bytes]) -> None:
     """Write what `read_block` returned, perhaps for another cache, into `block`."""
     for address, part in zip(_addresses(memory, block), content, strict=True):
         assert len(part) == memory.block_bytes, "the blocks of two caches of one shape have one size"
-        ctypes.memmove(address, part, len(part))
+        buffer = ctypes.create_string_buffer(part, len(part))
+        _copy(memory, address, ctypes.addressof(buffer))
+
+
+def _copy(memory: BlockMemory, to: int, source: int) -> None:
+    """Copy a block of a plane between the host and the device of `memory`."""
+    device = device_number(memory.device)
+    if device is None:
+        ctypes.memmove(to, source, memory.block_bytes)
+        return
+    driver = find_driver()
+    assert driver is not None
+    driver.use(device)
+    driver.copy(to, source, memory.block_bytes, 0)
+    driver.wait(0)
 
 
 def _addresses(memory: BlockMemory, block: int) -> Iterable[int]:

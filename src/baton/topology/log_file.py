@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from baton.config.private_files import PRIVATE_DIRECTORY, open_private
-from baton.topology.log_format import convert, message_of
+from baton.process.json_lines import convert_to_json, message_in
+from baton.process.log_format import convert, message_of
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +31,12 @@ class LogSink(Protocol):
     def write(self, lines: bytes) -> None:
         """Append `lines`. Raises OSError."""
 
+    def close(self) -> None:
+        """Close what `write` has opened. Idempotent."""
+
 
 class LogFile:
-    """A file of at most about `max_bytes`; what was in it before is in `previous`. Only one thread writes at a time."""
+    """A file of at most `max_bytes`; what was in it before is in `previous`. Only one thread writes at a time."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
@@ -50,12 +54,23 @@ class LogFile:
         self._file = open_private(self._path, os.O_APPEND)
 
     def write(self, lines: bytes) -> None:
-        """See `LogSink.write`. A full file becomes `previous`."""
-        if self._file is None or self._file.tell() + len(lines) > self._max_bytes:
-            self.begin()
-        assert self._file is not None
-        self._file.write(lines)
-        self._file.flush()
+        """See `LogSink.write`. A full file becomes `previous`. Only a line that is longer than a file exceeds it."""
+        while lines:
+            fitting = self._fitting(lines)
+            if not fitting:
+                self.begin()
+                fitting = self._fitting(lines) or lines.find(b"\n") + 1 or len(lines)
+            assert self._file is not None
+            self._file.write(lines[:fitting])
+            self._file.flush()
+            lines = lines[fitting:]
+
+    def _fitting(self, lines: bytes) -> int:
+        """Return how many bytes of whole lines the file has room for."""
+        if self._file is None:
+            return 0
+        room = self._max_bytes - self._file.tell()
+        return len(lines) if len(lines) <= room else lines.rfind(b"\n", 0, max(0, room)) + 1
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -73,6 +88,9 @@ class StandardError:
         sys.stderr.buffer.write(lines)
         sys.stderr.buffer.flush()
 
+    def close(self) -> None:
+        """See `LogSink.close`: others write there too."""
+
 
 class ProcessOutput:
     """Everything that one process writes, through a pipe into its log. A thread reads, so that no process waits.
@@ -80,9 +98,10 @@ class ProcessOutput:
     A log that cannot be written, as on a full disk, is no reason to stop serving: its lines are dropped and counted.
     """
 
-    def __init__(self, name: str, file: LogSink) -> None:
+    def __init__(self, name: str, file: LogSink, log_format: str = "text") -> None:
         self._name = name
         self._file = file
+        self._is_json = log_format == "json"
         self._thread: threading.Thread | None = None
         self._dropped = 0
         self._last = b""
@@ -100,9 +119,14 @@ class ProcessOutput:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
+    def close(self) -> None:
+        """Close the log, after the process has exited. Idempotent."""
+        with self._lock:
+            self._file.close()
+
     def last_line(self) -> str:
         """Return the last line without its time, level and logger; "" if there is none."""
-        return message_of(self._last)
+        return message_in(self._last) if self._is_json else message_of(self._last)
 
     def _copy(self, reading: int) -> None:
         rest = b""
@@ -119,7 +143,7 @@ class ProcessOutput:
             os.close(reading)
 
     def _write(self, lines: bytes) -> None:
-        converted = convert(lines, datetime.now(UTC))
+        converted = self._convert(lines)
         if not converted:
             return
         with self._lock:  # the threads of a process and of its successor may overlap
@@ -136,4 +160,8 @@ class ProcessOutput:
     def _about_dropped(self) -> bytes:
         if not self._dropped:
             return b""
-        return convert(b"%d lines could not be written here\n" % self._dropped, datetime.now(UTC))
+        return self._convert(b"%d lines could not be written here\n" % self._dropped)
+
+    def _convert(self, lines: bytes) -> bytes:
+        now = datetime.now(UTC)
+        return convert_to_json(lines, now, self._name) if self._is_json else convert(lines, now)

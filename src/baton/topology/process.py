@@ -9,9 +9,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from baton.config.environment import SUPERVISOR_PID
+from baton.config.directories import control_directory
+from baton.config.environment import PROCESS_RESTARTS, SUPERVISOR_PID
+from baton.control.http.token_file import remove_token
 from baton.errors import ConfigError, EngineDead
-from baton.status.sd_notify import RUNNING_REQUESTS
+from baton.status.sd_notify import RUNNING_REQUESTS, SYSTEM_URL
 from baton.topology.log_file import ProcessOutput
 
 LOG_TIMEOUT_S = 1.0
@@ -28,9 +30,11 @@ class Process:
     ) -> None:
         self.name = name
         self.status = ""
+        self.system_url = ""
         self.running_requests = 0
         self.ready = asyncio.Event()
         self.last_heartbeat = 0.0
+        self._starts = 0
         self._command = command
         self._output = output
         self._popen: asyncio.subprocess.Process | None = None
@@ -39,12 +43,23 @@ class Process:
         self._socket = _bind(socket_path)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._on_message)
-        self._variables = {**variables, "NOTIFY_SOCKET": str(self._socket_path), SUPERVISOR_PID: str(os.getpid())}
+        self._terminated = False
+        self.variables = {**variables, "NOTIFY_SOCKET": str(self._socket_path), SUPERVISOR_PID: str(os.getpid())}
+        """The environment of its next start, besides that of this process."""
 
     @property
     def pid(self) -> int | None:
         """The process id; None unless the process runs."""
         return self._popen.pid if self._popen is not None and self._popen.returncode is None else None
+
+    @property
+    def state(self) -> str:
+        """Its state in a word: starting, ready, stopping, or stopped while it does not run."""
+        if self.pid is None:
+            return "stopped"
+        if self._terminated:
+            return "stopping"
+        return "ready" if self.ready.is_set() else "starting"
 
     async def start(self, watchdog_s: float) -> None:
         """Start the process. From the time it is ready it must send a heartbeat every `watchdog_s`.
@@ -52,9 +67,16 @@ class Process:
         Raises EngineDead if the operating system does not start it.
         """
         self.ready.clear()
-        self.status = ""
+        self.status = self.system_url = ""
         self.running_requests = 0
-        environment = {**os.environ, **self._variables, "WATCHDOG_USEC": str(int(watchdog_s * 1e6))}
+        self._terminated = False
+        environment = {
+            **os.environ,
+            **self.variables,
+            "WATCHDOG_USEC": str(int(watchdog_s * 1e6)),
+            PROCESS_RESTARTS: str(self._starts),
+        }
+        self._starts += 1
         starting = asyncio.ensure_future(self._spawn(environment))
         try:
             await asyncio.shield(starting)
@@ -85,14 +107,21 @@ class Process:
     async def wait(self) -> int:
         """Wait for the exit and return the exit code. Processes that it has left, as of an engine, are killed.
 
-        What they have written is in the log then.
+        What they have written is in the log then. A control token that it has left is removed.
         """
         assert self._popen is not None
         code = await self._popen.wait()
         self._kill_group()
         self._group = None
         await asyncio.to_thread(self._output.join, LOG_TIMEOUT_S)
+        self._remove_token()
         return code
+
+    def terminate(self) -> None:
+        """Ask the process to stop, once: the same signal again would end it without draining."""
+        if not self._terminated:
+            self._terminated = True
+            self.send_signal(signal.SIGTERM)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal if the process runs. SIGKILL is sent to the processes that it has started too."""
@@ -114,10 +143,17 @@ class Process:
         return self.status or self._output.last_line()
 
     def close(self) -> None:
-        """Close and remove the socket."""
+        """Close and remove the socket, and close the log, after the exit."""
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         self._socket_path.unlink(missing_ok=True)
+        self._output.close()
+        self._remove_token()
+
+    def _remove_token(self) -> None:
+        """Remove the control token, which a process that was killed has left."""
+        with suppress(ConfigError):  # no home directory
+            remove_token(control_directory(), self.system_url)
 
     def _on_message(self) -> None:
         try:
@@ -131,6 +167,8 @@ class Process:
                 self.status = value
             elif key == "READY" and value == "1":
                 self.ready.set()
+            elif key == SYSTEM_URL:
+                self.system_url = value
             elif key == RUNNING_REQUESTS and value.isdigit():
                 self.running_requests = int(value)
 

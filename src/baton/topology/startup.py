@@ -1,22 +1,18 @@
-"""The start of `baton serve`: a progress line on the terminal, the wait for the model, and a first request to it."""
+"""The end of the start of `baton serve`: the wait for the model, and a first request to it."""
 
 import asyncio
 import json
 import logging
-import sys
 from collections.abc import Sequence
 
 from baton.config.settings import Settings
 from baton.engines.registry import embeds
 from baton.errors import ConfigError, EngineDead
 from baton.runtimes.dynamo.inotify import REMEDY, out_of_instances
-from baton.status.progress_line import rewrite_line
 from baton.topology.own_endpoint import Answer, OwnEndpoint
-from baton.topology.process import Process
 
 log = logging.getLogger(__name__)
 
-REDRAW_INTERVAL_S = 0.2
 POLL_INTERVAL_S = 0.05
 POLL_TIMEOUT_S = 2.0
 DISCOVERY_S = 5.0
@@ -24,19 +20,6 @@ RETRY_S = 30.0
 REFUSALS = (400, 401, 403, 405, 413, 422)
 """Statuses that the same request gets again."""
 FIRST_REQUEST_ID = "baton-first-request"
-
-
-async def show_progress(processes: Sequence[Process]) -> None:
-    """Show the status of processes that are not ready, until cancelled. Does nothing without a terminal."""
-    if not sys.stderr.isatty():
-        return
-    try:
-        while True:
-            starting = [f"{each.name}: {each.status}" for each in processes if each.status and not each.ready.is_set()]
-            rewrite_line("   ".join(starting))
-            await asyncio.sleep(REDRAW_INTERVAL_S)
-    finally:
-        rewrite_line("")
 
 
 async def wait_for_models(endpoint: OwnEndpoint, names: Sequence[str]) -> None:

@@ -1,11 +1,18 @@
 """The stop of `baton serve` on the terminal: what it waits for, and how to end it at once."""
 
 import asyncio
+import signal
 from collections.abc import Callable, Sequence
 
 from baton.topology.process import Process
 
 POLL_INTERVAL_S = 0.1
+
+
+def stop_on_hangup(stop: asyncio.Event) -> None:
+    """Set `stop` when the terminal is closed (SIGHUP), unless the signal is ignored, as under nohup."""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, stop.set)
 
 
 async def report_stop(processes: Sequence[Process], drain_timeout_s: float, say: Callable[[str], None]) -> None:

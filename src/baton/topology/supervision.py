@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 from baton.errors import EngineDead
@@ -16,18 +16,48 @@ MAX_BACKOFF_S = 15.0
 MEMORY_S = 300.0
 
 
-async def run_until(stop: asyncio.Event, work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Do all `work`, none of which returns, until `stop` is set. Raises EngineDead if one ends before."""
-    tasks = [asyncio.create_task(each) for each in work]
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if ended := next((task for task in tasks if task.done()), None):
-            raise EngineDead(f"the supervision of a process has ended: {ended.exception()!r}")
-    finally:
-        for task in (*tasks, stopping):
+class Keepers:
+    """The tasks that keep processes running, of which there may be more or fewer while they run. One event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended = False
+
+    def add(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`, which does not return, under a name that no other has. Does nothing once `run_until` ends."""
+        if self._ended:
+            work.close()
+            return
+        self._tasks[name] = task = asyncio.create_task(work, name=f"keep {name}")
+        task.add_done_callback(self._on_done)
+
+    async def remove(self, name: str) -> None:
+        """Cancel the work of that name, and wait for its end. Does nothing if there is none."""
+        if (task := self._tasks.pop(name, None)) is not None:
             task.cancel()
-        await asyncio.wait([*tasks, stopping])
+            await asyncio.wait([task])
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Wait until `stop` is set, then cancel all work. Raises EngineDead if some work ends before."""
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            ends: list[asyncio.Future[Any]] = [self._failed, stopping]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+        finally:
+            self._ended = True  # a worker that becomes ready meanwhile is not to be started again
+            stopping.cancel()
+            await asyncio.wait([stopping])
+            for name in list(self._tasks):
+                await self.remove(name)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and not self._failed.done():
+            problem = f"the supervision of a process has ended: {task.exception()!r}"
+            self._failed.set_exception(EngineDead(problem))
+            self._failed.exception()  # marked as retrieved: nothing may wait for it
 
 
 class RestartBackoff:

@@ -1,223 +1,137 @@
 """The supervisor behind `baton serve`: runs a frontend and workers, and restarts a process that exits or hangs."""
 
 import asyncio
-import logging
-import os
 import shutil
-import signal
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
 
-from baton.config.directories import log_directory
-from baton.config.environment import PROCESS_NAME
-from baton.config.load import to_environment
-from baton.config.settings import Settings
+from baton.config.directories import supervisor_directory
+from baton.config.settings import Settings, endpoint_url
+from baton.control.process_entries import published_entry
 from baton.engines.registry import prepare_model
-from baton.errors import BatonError, ConfigError, EngineDead
+from baton.errors import ConfigError, EngineDead
 from baton.process.signals import stop_on_signals
-from baton.runtimes.dynamo.listener import refuse_unusable_address
-from baton.topology.log_file import LogFile, ProcessOutput, StandardError, log_name
+from baton.process.title import set_process_title
+from baton.topology.control_socket import ControlSocket
+from baton.topology.fleet import Fleet
+from baton.topology.instances import refuse_taken_address
+from baton.topology.operations import Operations
 from baton.topology.own_endpoint import OwnEndpoint
-from baton.topology.process import Process
-from baton.topology.process_specs import ProcessSpec, build_process_specs
-from baton.topology.startup import send_first_request, show_progress, wait_for_models
-from baton.topology.stopping import report_stop
-from baton.topology.supervision import keep_running, run_until
-
-log = logging.getLogger(__name__)
-
-EXIT_CONFIG = 2
-SOME_LOG_BYTES = 4096
-STOP_MARGIN_S = 15.0
-FRONTEND_STOP_S = 10.0
-
-Announce = Callable[[Settings], None]
+from baton.topology.process_logs import refuse_unusable_log_dir
+from baton.topology.run_directory import run_directory
+from baton.topology.start_display import show_start
+from baton.topology.startup import send_first_request, wait_for_models
+from baton.topology.stopping import report_stop, stop_on_hangup
+from baton.topology.terminal import Terminal
+from baton.topology.view import running_view
 
 
-def run_supervisor(settings: Settings, announce: Announce, say: Callable[[str], None]) -> int:
-    """Run all processes until SIGINT or SIGTERM. `announce` is called once, when a first request has been answered.
+def run_supervisor(settings: Settings, terminal: Terminal) -> int:
+    """Run all processes until SIGINT or SIGTERM. `terminal` shows what happens.
 
-    `say` gets lines for the terminal about the stop. The model is fetched here, once for all workers, and before
-    `start_timeout_s` begins.
+    The model is fetched here, once for all workers, and before `start_timeout_s` begins.
     """
     import uvloop
 
-    refuse_unusable_address(settings.host, settings.port, "--host", "--port")
-    _refuse_unusable_log_dir(settings)
+    refuse_taken_address(settings)
+    refuse_unusable_log_dir(settings)
     settings = prepare_model(settings)
-    with _run_directory() as run_dir:
-        return uvloop.run(_main(settings, run_dir, announce, say))
+    set_process_title("serve", "serve", settings.first_name)
+    with run_directory() as run_dir:
+        return uvloop.run(_main(settings, run_dir, terminal))
 
 
-@contextmanager
-def _run_directory() -> Iterator[Path]:
-    """A directory for the sockets of one run, and for discovery. Raises ConfigError."""
-    try:
-        directory = tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create a temporary directory ({error.strerror}): set TMPDIR to a directory with free space"
-        ) from None
-    with directory as path:
-        yield Path(path)
-
-
-async def _main(settings: Settings, run_dir: Path, announce: Announce, say: Callable[[str], None]) -> int:
+async def _main(settings: Settings, run_dir: Path, terminal: Terminal) -> int:
     if settings.runtime.discovery == "file" and not settings.runtime.directory:
         runtime = msgspec.structs.replace(settings.runtime, directory=str(run_dir / "discovery"))
         settings = msgspec.structs.replace(settings, runtime=runtime)
-    supervisor = Supervisor(settings, run_dir)
+    fleet = Fleet(settings, run_dir)
+    operations = Operations(settings, fleet)
+    control = ControlSocket(run_dir / "control.sock", operations)
 
     def end_at_once() -> None:
-        supervisor.kill()
+        fleet.kill()
         shutil.rmtree(run_dir, ignore_errors=True)
 
     stop = stop_on_signals(end_at_once)
-    try:
-        if await supervisor.start(stop):
-            announce(settings)
-            await supervisor.watch(stop)
-    finally:
-        await supervisor.stop(say if stop.is_set() else None)
+    stop_on_hangup(stop)
+    async with running_view(settings) as view_url:
+        await control.start()
+        try:
+            with _published(settings, control):
+                if await _start(settings, fleet, stop, terminal):
+                    terminal.serving(settings, view_url)
+                    await fleet.keep_until(stop)
+        finally:
+            await control.aclose()
+            await _stop(settings, fleet, terminal if stop.is_set() else None)
     return 0
 
 
-def _refuse_unusable_log_dir(settings: Settings) -> None:
-    """Raise ConfigError if logs cannot be written."""
-    if (directory := log_directory(settings)) is not None:
-        with _log_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-                file.write(bytes(SOME_LOG_BYTES))
-
-
-def _begin_log(settings: Settings, process: str) -> ProcessOutput:
-    """Return the output of `process`, with an empty log. Raises ConfigError."""
-    if (directory := log_directory(settings)) is None:
-        return ProcessOutput(process, StandardError())
-    log_file = LogFile(directory / log_name(settings.host, settings.port, process), settings.log_max_bytes)
-    with _log_errors(directory):
-        log_file.begin()
-    return ProcessOutput(process, log_file)
-
-
-@contextmanager
-def _log_errors(directory: Path) -> Iterator[None]:
+def _published(settings: Settings, control: ControlSocket) -> AbstractContextManager[None]:
+    """Return a block within which other commands of this user find this `baton serve`."""
     try:
-        yield
-    except OSError as error:
-        what = f" {Path(error.filename).name}" if error.filename else ""
-        raise ConfigError(
-            f"cannot write log{what} in {directory} ({error.strerror}); choose another directory with --log-dir"
-        ) from None
+        return published_entry(supervisor_directory(), endpoint_url(settings), control.url)
+    except ConfigError:  # no home directory
+        return nullcontext()
 
 
-class Supervisor:
-    """Starts, restarts and stops the processes of one `baton serve`."""
+async def _start(settings: Settings, fleet: Fleet, stop: asyncio.Event, terminal: Terminal) -> bool:
+    """Start all processes; return True when a request has been answered, False if `stop` is set before.
 
-    def __init__(self, settings: Settings, run_dir: Path) -> None:
-        self._settings = settings
-        self._awaited = ""
-        base = to_environment(settings)
-
-        def process(number: int, spec: ProcessSpec) -> Process:
-            output = _begin_log(settings, spec.name)
-            # Numbered, because the path of a socket has to be short.
-            socket_path = run_dir / f"{number}.sock"
-            variables = {**base, **spec.variables, PROCESS_NAME: f"{settings.port}/{spec.name}"}
-            return Process(spec.name, spec.command, variables, socket_path, output)
-
-        specs = build_process_specs(settings, cores=len(os.sched_getaffinity(0)))
-        self._frontend = process(0, ProcessSpec("frontend", {}, "frontend"))
-        self._workers = [process(number, spec) for number, spec in enumerate(specs, 1)]
-
-    async def start(self, stop: asyncio.Event) -> bool:
-        """Start all processes; return True when a request has been answered, False if `stop` is set before.
-
-        Raises ConfigError or EngineDead with the exit reason of a process that cannot start, or with what prevents it.
-        """
-        processes = [self._frontend, *self._workers]
-        for process in processes:
-            await process.start(self._settings.stall_timeout_s)
-        starting = asyncio.ensure_future(self._all_ready(processes))
-        stopping = asyncio.ensure_future(stop.wait())
-        showing = asyncio.ensure_future(show_progress(processes))
-        await asyncio.wait(
-            [starting, stopping], timeout=self._settings.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+    Raises ConfigError or EngineDead with the exit reason of a process that cannot start, or with what prevents it.
+    """
+    terminal.starting(settings)
+    await fleet.start()
+    first = FirstAnswer(settings, fleet)
+    starting = asyncio.ensure_future(first.wait())
+    stopping = asyncio.ensure_future(stop.wait())
+    showing = asyncio.ensure_future(show_start(fleet.processes(), terminal))
+    tasks = (starting, stopping, showing)
+    try:
+        await asyncio.wait([starting, stopping], timeout=settings.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await asyncio.wait([showing])
+            return True
+        if stop.is_set():
+            return False
+        raise EngineDead(
+            f"the start took longer than {settings.start_timeout_s:g} s, waiting for {first.awaited};"
+            " raise --start-timeout-s if it needs more"
         )
-        stopping.cancel()
-        showing.cancel()
-        await asyncio.wait([showing])
-        if not starting.done():
-            starting.cancel()
-            if stop.is_set():
-                return False
-            raise EngineDead(
-                f"the start took longer than {self._settings.start_timeout_s:g} s, waiting for {self._awaited};"
-                " raise --start-timeout-s if it needs more"
-            )
-        starting.result()
-        return True
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
-    async def watch(self, stop: asyncio.Event) -> None:
-        """Restart processes that exit or hang, until `stop` is set. Raises EngineDead if it cannot any more."""
-        limits = self._settings.stall_timeout_s, self._settings.start_timeout_s
-        await run_until(stop, [keep_running(process, *limits) for process in (self._frontend, *self._workers)])
 
-    async def stop(self, say: Callable[[str], None] | None) -> None:
-        """Drain the workers, then stop the frontend. A process that does not exit in time is killed.
+class FirstAnswer:
+    """The way to the first answer, and what it waits for now."""
 
-        `say` gets lines about what is waited for. Once the workers have exited, all streams have ended: the frontend
-        only sends the rest to its clients.
-        """
-        limit_s = self._settings.drain_timeout_s + STOP_MARGIN_S
-        processes = (*self._workers, self._frontend)
-        reporting = asyncio.create_task(report_stop(processes, self._settings.drain_timeout_s, say)) if say else None
-        await asyncio.gather(*(self._stop_process(process, limit_s) for process in self._workers))
-        await self._stop_process(self._frontend, min(limit_s, FRONTEND_STOP_S))
-        if reporting is not None:
-            reporting.cancel()
-            await asyncio.wait([reporting])
-        for process in (self._frontend, *self._workers):
-            process.close()
+    def __init__(self, settings: Settings, fleet: Fleet) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self.awaited = "its processes"
 
-    def kill(self) -> None:
-        """Kill every process at once, without draining."""
-        for process in (self._frontend, *self._workers):
-            process.send_signal(signal.SIGKILL)
-
-    async def _all_ready(self, processes: list[Process]) -> None:
-        self._awaited = "its processes"
-        await asyncio.gather(*(self._ready_or_raise(process) for process in processes))
+    async def wait(self) -> None:
+        """Wait until all processes are ready and a request has been answered. Raises ConfigError or EngineDead."""
+        await asyncio.gather(*(self._fleet.wait_ready(process) for process in self._fleet.processes()))
         endpoint, names = OwnEndpoint(self._settings), self._settings.served_names
-        self._awaited = f"the frontend to list {', '.join(names)}"
+        self.awaited = f"the frontend to list {', '.join(names)}"
         await wait_for_models(endpoint, names)
-        self._awaited = "the answer to a first request"
+        self.awaited = "the answer to a first request"
         await send_first_request(endpoint, self._settings)
 
-    async def _ready_or_raise(self, process: Process) -> None:
-        ended = asyncio.ensure_future(process.wait())
-        ready = asyncio.ensure_future(process.ready.wait())
-        try:
-            await asyncio.wait([ended, ready], return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                error: type[BatonError] = ConfigError if ended.result() == EXIT_CONFIG else EngineDead
-                raise error(process.exit_reason() or f"{process.name} exited with code {ended.result()}")
-        finally:
-            ended.cancel()
-            ready.cancel()
 
-    async def _stop_process(self, process: Process, limit_s: float) -> None:
-        if process.pid is None:
-            return
-        process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(process.wait(), limit_s)
-        except TimeoutError:
-            log.error("%s did not exit within %g s (%s); killing it", process.name, limit_s, process.exit_reason())
-            process.send_signal(signal.SIGKILL)
-            await process.wait()
+async def _stop(settings: Settings, fleet: Fleet, terminal: Terminal | None) -> None:
+    """Stop all processes. `terminal` shows what is waited for."""
+    if terminal is None:
+        await fleet.stop()
+        return
+    reporting = asyncio.create_task(report_stop(fleet.processes(), settings.drain_timeout_s, terminal.stopping))
+    await fleet.stop()
+    reporting.cancel()
+    await asyncio.wait([reporting])

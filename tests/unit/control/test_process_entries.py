@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.control.process_entries import ProcessEntry, published_entry, read_entries
+from baton.control.process_entries import ProcessEntry, published_entry, read_entries, remove_ended
 
 
 def test_a_process_is_in_the_directory_as_long_as_it_runs(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_a_process_is_in_the_directory_as_long_as_it_runs(tmp_path: Path) -> Non
 
 
 @pytest.mark.process
-def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_process_has_left_stays_until_one_of_its_name_starts(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(10)
     with published_entry(tmp_path, "mine", "http://127.0.0.1:1"):
@@ -32,8 +32,13 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
         other.write_bytes(msgspec.json.encode(msgspec.structs.replace(entry, host="elsewhere", pid=ended.pid)))
         (tmp_path / "broken.json").write_text("{")
         assert [found.name for found in read_entries(tmp_path)] == ["mine"]
+        assert left.exists(), "monitoring reads it"
+    with published_entry(tmp_path, "left", "http://127.0.0.1:1"):
         assert not left.exists()
-        assert other.exists(), "it is of another machine with the same home directory"
+    left.write_bytes(msgspec.json.encode(msgspec.structs.replace(entry, pid=ended.pid)))
+    remove_ended(tmp_path)
+    assert not left.exists()
+    assert other.exists(), "it is of another machine with the same home directory"
 
 
 def test_a_directory_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:

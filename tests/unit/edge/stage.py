@@ -20,6 +20,7 @@ from baton.edge.routes import ROUTES, Route, RouteTable
 from baton.edge.server import Edge
 from baton.edge.upstream import UpstreamPool
 from baton.testing.bounded import eventually
+from baton.timelines.ring import TimelineRing
 
 HOST = "127.0.0.1"
 WAIT_S = 10.0
@@ -235,13 +236,23 @@ async def stage(
     routes: tuple[Route, ...] = ROUTES,
     tls: ssl.SSLContext | None = None,
     reasons: Mapping[str, str | None] = MappingProxyType({}),
+    timelines: TimelineRing | None = None,
 ) -> AsyncIterator[Stage]:
     """Run an edge in front of a scripted frontend."""
     frontend = Frontend()
     server = await asyncio.start_server(frontend.serve, HOST, 0)
     pool = UpstreamPool(HOST, server.sockets[0].getsockname()[1])
     access = Access(ApiKeys(keys, key_file, key_limits), "control-token", origins)
-    edge = Edge(pool, access, KnownModels(configured, 60.0), limits, RouteTable(routes), tls, take_reason=reasons.get)
+    edge = Edge(
+        pool,
+        access,
+        KnownModels(configured, 60.0),
+        limits,
+        RouteTable(routes),
+        tls,
+        take_reason=reasons.get,
+        timelines=timelines,
+    )
     await edge.start(HOST, 0)
     parts = Stage(edge, frontend)
     try:

@@ -3,9 +3,12 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 
 from baton.edge.models import KnownModels
+from baton.edge.routes import ROUTES, Json
+from baton.timelines.ring import TimelineRing
 from tests.unit.edge.stage import EVENTS_HEAD, Received, answering, chunk, get, on_uvloop, post, stage, whole
 from tests.unit.edge.test_connection import CHAT, error_of
 
@@ -156,3 +159,34 @@ async def test_unknown_paths_and_wrong_methods_have_the_envelope(data: bytes, st
         assert got == status
         assert error_of(body)["message"]
         assert headers.get("allow") == ("POST" if status == 405 else None)
+
+
+@on_uvloop
+async def test_an_answer_that_cannot_be_translated_is_an_error_and_not_a_wait() -> None:
+    def fail(path: str, body: Json) -> Json:
+        raise KeyError("choices")
+
+    routes = tuple(msgspec.structs.replace(each, normalise=fail) if each.path == CHAT else each for each in ROUTES)
+    ring = TimelineRing(10, "frontend")
+    async with stage(routes=routes, timelines=ring) as s:
+        client = await s.connect()
+        client.send(post(CHAT, b'{"model": "echo"}'))
+        status, _, body = await client.answer()
+        assert (status, error_of(body)["code"]) == (500, "internal")
+        assert ring.running == 0
+
+
+@on_uvloop
+async def test_a_model_that_cannot_be_looked_up_is_an_error_and_not_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise KeyError("data")
+
+    ring = TimelineRing(10, "frontend")
+    async with stage(timelines=ring) as s:
+        monkeypatch.setattr(s.edge.models, "explain_missing", fail)
+        s.frontend.reply = answering(MISSING)
+        client = await s.connect()
+        client.send(post(CHAT, b'{"model": "other"}'))
+        status, _, body = await client.answer()
+        assert (status, error_of(body)["code"]) == (500, "internal")
+        assert ring.running == 0

@@ -93,6 +93,8 @@ class FakeClaim:
         self.on_arrived = on_arrived
         self.on_lost = on_lost
         self.cached_tokens: int | None = None
+        self.transport: str | None = None
+        self.moved_bytes = 0
         self.placed: list[KvWanted] = []
         self.given_up = 0
         self.was_taken = 0

@@ -451,6 +451,15 @@ def test_log_probabilities_come_with_the_tokens(directory: Path) -> None:
     assert entries[0]["top_logprobs"] == [{"token": "a", "logprob": -0.5, "bytes": [97]}]
 
 
+def test_a_special_token_has_a_log_probability_and_no_text(directory: Path) -> None:
+    front = Front(directory)
+    front.workers.replies = (scored(front, "a<video>b"), END)
+    chunks = front.answer(logprobs=True)
+    content = chunks[0]["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["a", "", "b"]
+    assert text_of(chunks) == "ab"
+
+
 def test_log_probabilities_of_a_completion_have_offsets(directory: Path) -> None:
     front = Front(directory)
     front.workers.replies = (scored(front, "ab"), END)

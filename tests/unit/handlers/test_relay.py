@@ -409,6 +409,8 @@ class SilentEngine(ScriptedEngine):
 
 
 class SilentStream(Stream):
+    progress = ()
+
     async def read(self, not_before: float = 0.0) -> list[Output]:
         return []
 

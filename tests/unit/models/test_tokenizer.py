@@ -84,6 +84,7 @@ def test_tokens_have_the_text_that_they_have_within_a_text(tmp_path: Path) -> No
     texts = HubTokenTexts(tmp_path)
     assert [texts.text_of(token) for token in (2, 3, 4, 0)] == [" Hello", " Paris", "!", "<s>"]
     assert texts.decode((2, 3, 4)) == ("Hello Paris!", [0, 5, 11])
+    assert [texts.is_special(token) for token in (0, 1, 2)] == [True, False, False]
 
 
 def test_tokens_of_one_character_begin_where_it_begins() -> None:

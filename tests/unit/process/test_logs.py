@@ -38,3 +38,12 @@ def test_a_process_whose_log_is_on_a_full_disk_goes_on() -> None:
 def test_lines_are_written_in_order_however_many_there_are() -> None:
     done = run("for number in range(2000): log.info('number %d', number)")
     assert [int(line.rsplit(" ", 1)[1]) for line in done.stderr.splitlines()] == list(range(2000))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_call_with_wrong_arguments_does_not_fail_its_caller(log_format: str) -> None:
+    body = f"start_logging('info', '{log_format}'); log.info('%d requests', 'many'); log.info('goes on')"
+    done = run(body)
+    assert "still here" in done.stdout
+    assert "goes on" in done.stderr

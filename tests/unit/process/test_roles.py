@@ -147,12 +147,12 @@ def test_a_draining_prefill_worker_waits_for_its_open_rooms() -> None:
     async def body() -> None:
         async with running_worker("prefill", drain_timeout_s=1.0, kv=KvTransferOptions(handoff="late")) as harness:
             await harness.call()
-            assert harness.metric('baton_rooms{state="offered"}') == 1
+            assert harness.metric('baton_rooms_open{state="offered"}') == 1
             assert harness.worker.gate.in_flight == 0
             harness.stop.set()
             stopped_at = time.monotonic()
         assert 0.9 < time.monotonic() - stopped_at < 5, "it waited for drain_s, and not for longer"
-        assert harness.metric('baton_rooms_total{end="failed"}') == 1
+        assert harness.metric('baton_rooms_ended_total{outcome="failed"}') == 1
         await eventually(lambda: harness.engine.submitted[-1].request_id in harness.engine.aborted)
 
     run_bounded(body())

@@ -13,7 +13,7 @@ import yaml
 
 from baton.config.settings import Settings
 from baton.engines.echo.engine import MODEL_DIR
-from baton.errors import ConfigError, Draining, EngineDead
+from baton.errors import ConfigError, Draining, EngineDead, Unsupported
 from baton.ports.runtime import Service, Wire
 from baton.process.router import GlobalRouter
 from baton.testing import eventually, run_bounded
@@ -162,8 +162,9 @@ def test_a_part_without_workers_is_an_illness_that_passes(tmp_path: Path) -> Non
             assert stage.router.health().state == "unhealthy"
             await worker.register()
             assert stage.router.health().ready
-            assert 'baton_router_pool_instances{pool="one",role="decode"} 1.0' in await stage.router.metrics()
-            assert stage.router.control() is None
+            assert 'baton_router_pool_workers{pool="one",role="decode"} 1.0' in await stage.router.metrics()
+            with pytest.raises(Unsupported, match="takes no commands"):
+                stage.router.control()
 
     run_bounded(body())
 

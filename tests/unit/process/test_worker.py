@@ -157,10 +157,10 @@ def test_a_client_that_disconnects_frees_every_block() -> None:
         async with running_worker(EchoEngine(EchoOptions(pace_ms=1))) as harness:
             async with aclosing((await harness.client()).call({"token_ids": [1] * 4000})) as replies:
                 await anext(replies)
-                await eventually(lambda: harness.metric('baton_engine_blocks{dp_rank="0",use="used"}') > 0)
-                assert harness.metric("baton_in_flight") == 1
-            await eventually(lambda: harness.metric('baton_engine_blocks{dp_rank="0",use="used"}') == 0)
-            await eventually(lambda: harness.metric("baton_in_flight") == 0)
+                await eventually(lambda: harness.metric('baton_engine_kv_blocks{dp_rank="0",use="used"}') > 0)
+                assert harness.metric("baton_requests_in_flight") == 1
+            await eventually(lambda: harness.metric('baton_engine_kv_blocks{dp_rank="0",use="used"}') == 0)
+            await eventually(lambda: harness.metric("baton_requests_in_flight") == 0)
 
     run_bounded(body())
 

@@ -174,7 +174,7 @@ def test_d31_pool_without_workers_is_skipped() -> None:
         await fleet.endpoints["slow"].deregister()
         await fleet.send(LONG)
         assert len(fleet.pools["fast"].requests) == 1
-        assert fleet.metric("baton_router_skipped_total", pool="slow", reason="empty") == 1
+        assert fleet.metric("baton_router_skipped_pools_total", pool="slow", reason="empty") == 1
         assert fleet.metric("baton_router_decisions_total", pool="fast", reason="fallback") == 1
         await fleet.endpoints["fast"].deregister()
         with pytest.raises(PeerLost, match=r"slow \(no worker\), fast \(no worker\)"):
@@ -196,8 +196,8 @@ def test_d31_pool_at_its_queue_limit_is_skipped_until_its_requests_have_output()
         go.set()
         await asyncio.gather(*waiting)
         assert (await fleet.send(LONG)) == [LAST]
-        assert fleet.metric("baton_router_pool_waiting", pool="slow") == 0
-        assert fleet.metric("baton_router_pool_in_flight", pool="slow") == 0
+        assert fleet.metric("baton_router_pool_waiting_requests", pool="slow") == 0
+        assert fleet.metric("baton_router_pool_requests_in_flight", pool="slow") == 0
 
     run_bounded(body())
 
@@ -215,8 +215,8 @@ def test_d31_pool_that_misses_the_target_is_skipped_if_adaptive(adaptive: bool) 
         assert [len(pool.requests) for pool in fleet.pools.values()] == ([1, 10] if adaptive else [0, 11])
         await fleet.send({**LONG, "router": {"ttft_target": 60_000}})
         assert len(slow.requests) == (11 if adaptive else 12)
-        assert fleet.metric("baton_router_skipped_total", pool="slow", reason="slow") == adaptive
-        assert fleet.metric("baton_router_pool_meets", pool="slow", kind="ttft") == 1
+        assert fleet.metric("baton_router_skipped_pools_total", pool="slow", reason="slow") == adaptive
+        assert fleet.metric("baton_router_pool_meets_target", pool="slow", kind="ttft") == 1
 
     run_bounded(body())
 

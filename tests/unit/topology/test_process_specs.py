@@ -9,7 +9,7 @@ from baton.config.load import load
 from baton.config.runtime import RuntimeOptions
 from baton.config.settings import MAX_PORT, Settings
 from baton.errors import ConfigError
-from baton.topology.process_specs import add_worker_command, build_process_specs, describe_workers
+from baton.topology.process_specs import ProcessPlan, add_worker_command, build_process_specs, describe_workers
 
 
 def test_workers_are_numbered() -> None:
@@ -29,7 +29,7 @@ def test_prefill_workers_come_first_and_ports_are_consecutive() -> None:
 @pytest.mark.parametrize(
     ("settings", "threads"),
     [
-        (Settings(workers=1), None),
+        (Settings(workers=1), "0"),
         (Settings(workers=2), "4"),
         (Settings(prefill=1, decode=2), "2"),
         (Settings(prefill=8, decode=8), "1"),
@@ -51,7 +51,7 @@ def test_without_a_system_port_workers_choose_their_own() -> None:
     ("settings", "message"),
     [
         (Settings(role="prefill"), "--prefill"),
-        (Settings(role="decode"), "baton worker --role decode"),
+        (Settings(role="decode"), "baton scale decode=N"),
         (Settings(role="embed", prefill=1, decode=1), "--role embed"),
         (Settings(workers=2, system_port=MAX_PORT), "--system-port"),
     ],
@@ -198,3 +198,27 @@ def test_a_router_and_its_pools_are_behind_process_workers(tmp_path: Path) -> No
 def test_a_process_worker_does_not_serve_alone() -> None:
     with pytest.raises(ConfigError, match="give --process instead"):
         build_process_specs(Settings(role="process"), cores=8)
+
+
+def test_one_more_worker_has_the_lowest_free_number_and_port() -> None:
+    plan = ProcessPlan(Settings(prefill=1, decode=3, system_port=9000), cores=8)
+    running = [spec for spec in plan.first_specs() if spec.name != "decode-1"]
+    added = plan.next_spec(plan.groups["decode"], running)
+    assert (added.name, added.variables["BATON_SYSTEM_PORT"]) == ("decode-1", "9002")
+    assert added.variables["BATON_ROLE"] == "decode"
+    last = plan.next_spec(plan.groups["prefill"], [*running, added])
+    assert (last.name, last.variables["BATON_SYSTEM_PORT"]) == ("prefill-1", "9004")
+
+
+def test_cores_are_divided_again_when_the_number_of_workers_changes() -> None:
+    plan = ProcessPlan(Settings(workers=1), cores=8)
+    one = plan.first_specs()
+    assert plan.threads(one) == {"worker-0": {"BATON_TORCH_THREADS": "0"}}, "all cores"
+    two = [*one, plan.next_spec(plan.groups["worker"], one)]
+    assert plan.threads(two) == {name: {"BATON_TORCH_THREADS": "4"} for name in ("worker-0", "worker-1")}
+
+
+def test_without_a_port_for_it_there_is_no_more_worker() -> None:
+    plan = ProcessPlan(Settings(system_port=MAX_PORT), cores=8)
+    with pytest.raises(ConfigError, match="--system-port"):
+        plan.next_spec(plan.groups["worker"], plan.first_specs())

@@ -5,7 +5,9 @@ read it.
 import inspect
 from typing import Literal, NamedTuple
 
+from baton.control.capability_check import is_supported
 from baton.ports.control import Status
+from baton.ports.engine import Capabilities
 from baton.protocol.commands import (
     ClearCache,
     Command,
@@ -27,6 +29,7 @@ from baton.protocol.commands import (
     UnloadLora,
     UpdateWeights,
 )
+from baton.timelines.reports import AboutReply, TimelinesReply
 
 PREFIX = "/control/"
 BODY_BYTES = 1 << 20
@@ -35,14 +38,15 @@ TENSOR_BODY_BYTES = 1 << 28
 
 
 class CommandPath(NamedTuple):
-    """One path under `/control/`. Without a command it only reports the state, and does not wait for the engine."""
+    """One path under `/control/`. Without a command it only reports something, and does not wait for the engine."""
 
     path: str
     method: Literal["GET", "POST"]
     command: type[Command] | None
-    reply: type[Outcome] | type[Status] = Outcome
+    reply: type[Outcome] | type[Status] | type[AboutReply] | type[TimelinesReply] = Outcome
     description: str = ""
     body_bytes: int = BODY_BYTES
+    parameters: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -53,6 +57,15 @@ class CommandPath(NamedTuple):
 
 COMMAND_PATHS = (
     CommandPath("status", "GET", None, Status, description="Return the state of the worker"),
+    CommandPath("about", "GET", None, AboutReply, description="Return what this process is, its load and last errors"),
+    CommandPath(
+        "timelines",
+        "GET",
+        None,
+        TimelinesReply,
+        description="Return the timelines of running and of the last finished requests",
+        parameters=("after", "limit"),
+    ),
     CommandPath("memory/release", "POST", ReleaseMemory),
     CommandPath("memory/resume", "POST", ResumeMemory),
     CommandPath("pause", "POST", Pause),
@@ -72,3 +85,12 @@ COMMAND_PATHS = (
     CommandPath("lora/unload", "POST", UnloadLora),
     CommandPath("lora/list", "GET", ListLoras),
 )
+
+
+def supported_paths(can: Capabilities) -> list[str]:
+    """Return the paths of the commands that a worker whose engine has these capabilities takes."""
+    return [
+        entry.path
+        for entry in COMMAND_PATHS
+        if entry.method == "POST" and entry.command is not None and is_supported(entry.command, can)
+    ]

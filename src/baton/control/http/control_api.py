@@ -17,6 +17,8 @@ from baton.control.http.replies import OK, BadBody, field_of, json_reply, reply_
 from baton.errors import BatonError, InvalidRequest
 from baton.ports.control import Control
 from baton.protocol.commands import Command, Outcome
+from baton.timelines.pages import page_of
+from baton.timelines.reports import AboutReply, TimelinesReply
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,12 @@ class Controlled(Protocol):
 
     def control(self) -> Control | None:
         """Return what executes commands, None during the start. Raises Unsupported if there never is one."""
+
+    def about(self) -> AboutReply:
+        """Return what the process is and does."""
+
+    def timelines(self, after: int, limit: int) -> TimelinesReply:
+        """Return the timelines of requests that run, and of those that finished after number `after`."""
 
     def count_command(self, command: str, outcome: str, seconds: float) -> None:
         """Count a command: its path, its outcome ("ok" or the code of its error), and its duration."""
@@ -90,10 +98,10 @@ class ControlApi:
         seconds = time.monotonic() - started
         entry = self._paths.get((request.method, request.path))
         command = entry.path if entry is not None else "unknown"
-        level = logging.INFO if outcome == OK else logging.WARNING
+        level = logging.WARNING if outcome != OK else logging.DEBUG if _is_report(entry) else logging.INFO
         result = f"{outcome}: {message}" if message else outcome
         log.log(level, "control: %s from %s in %.3f s: %s", command, request.remote, seconds, result)
-        if (controlled := self._controlled()) is not None:
+        if not _is_report(entry) and (controlled := self._controlled()) is not None:
             controlled.count_command(command, outcome, seconds)
         if response.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
@@ -118,6 +126,11 @@ class ControlApi:
             )
 
     def _handler(self, entry: CommandPath) -> Handler:
+        if entry.reply is AboutReply:
+            return self._about
+        if entry.reply is TimelinesReply:
+            return self._timelines
+
         async def handle(request: web.Request) -> web.StreamResponse:
             control = self._control()
             if entry.command is not None:
@@ -131,12 +144,29 @@ class ControlApi:
 
         return handle
 
-    def _control(self) -> Control:
+    async def _about(self, _: web.Request) -> web.StreamResponse:
+        return json_reply(self._started().about())
+
+    async def _timelines(self, request: web.Request) -> web.StreamResponse:
+        page = page_of(request.query)
+        return json_reply(self._started().timelines(page.after, page.limit))
+
+    def _started(self) -> Controlled:
         controlled = self._controlled()
-        control = controlled.control() if controlled is not None else None
+        if controlled is None:
+            raise Starting("this worker is starting")
+        return controlled
+
+    def _control(self) -> Control:
+        control = self._started().control()
         if control is None:
             raise Starting("this worker is starting")
         return control
+
+
+def _is_report(entry: CommandPath | None) -> bool:
+    """Whether views ask for it all the time."""
+    return entry is not None and entry.reply in (AboutReply, TimelinesReply)
 
 
 async def read_command(

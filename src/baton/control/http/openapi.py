@@ -28,7 +28,9 @@ _REFUSALS = {
 def document(version: str) -> Json:
     """Return the OpenAPI 3.1 document of `/control/`, for a Baton of `version`."""
     types = [kind for entry in COMMAND_PATHS for kind in (entry.command, entry.reply) if kind is not None]
-    _, schemas = msgspec.json.schema_components([*types, ProblemReply], ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components(
+        [*types, ProblemReply], ref_template="#/components/schemas/{name}", schema_hook=_any_value
+    )
     for name, schema in schemas.items():
         _tidy(name, schema)
     paths: dict[str, Json] = {}
@@ -55,6 +57,10 @@ def _operation(entry: CommandPath) -> Json:
             **{status: {"description": text, "content": _json(ProblemReply)} for status, text in _REFUSALS.items()},
         },
     }
+    if entry.parameters:
+        operation["parameters"] = [
+            {"name": name, "in": "query", "schema": {"type": "integer", "minimum": 0}} for name in entry.parameters
+        ]
     if entry.method == "POST" and entry.command is not None:
         needed = any(field.required for field in msgspec.structs.fields(entry.command))
         operation["requestBody"] = {"required": needed, "content": _json(entry.command)}
@@ -63,6 +69,13 @@ def _operation(entry: CommandPath) -> Json:
 
 def _json(kind: type[msgspec.Struct]) -> Json:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+
+
+def _any_value(kind: type) -> Json:
+    """Return the schema of `object`."""
+    if kind is not object:
+        raise NotImplementedError
+    return {"description": "Any value"}
 
 
 _COMMANDS = {kind.__name__ for kind in get_args(Command)}

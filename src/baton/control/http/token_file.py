@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from baton.config.private_files import make_private_directory, open_private, refuse_shared
 
@@ -58,6 +59,14 @@ def find_token(directory: Path, host: str, port: int) -> str | None:
         with suppress(OSError):
             return _path(directory, each, port).read_text().strip()
     return None
+
+
+def remove_token(directory: Path, url: str) -> None:
+    """Remove the token of a worker that was killed, if it has one."""
+    address = urlsplit(url)
+    if address.hostname and address.port:
+        with suppress(OSError):
+            _path(directory, address.hostname, address.port).unlink(missing_ok=True)
 
 
 def _path(directory: Path, address: str, port: int) -> Path:

@@ -19,6 +19,8 @@ R = TypeVar("R")
 
 # A peer that gets the cancellation ends the stream. One that is frozen does not get it.
 CANCEL_GRACE_S = 0.5
+# A peer connects as soon as it has a request. One that dies just before never does, and the runtime waits for it.
+CONNECT_TIMEOUT_S = 30.0
 
 
 class DynamoClient:
@@ -53,7 +55,7 @@ class DynamoClient:
             return await call.start(self._send(to, chosen, context))
 
         try:
-            async with aclosing(read_replies(OutgoingCall(context), parent, start)) as replies:
+            async with aclosing(read_replies(OutgoingCall(context, CONNECT_TIMEOUT_S), parent, start)) as replies:
                 async for reply in replies:
                     routed.mark_prefilled()
                     yield reply
@@ -81,6 +83,8 @@ async def read_replies(
         replies = await start(call)
         while (reply := await call.next(replies)) is not None:
             yield reply
+    except PeerLost:
+        raise
     except Exception as error:
         raise (Cancelled("the caller disconnected") if call.cancelled else from_runtime(error)) from error
     finally:
@@ -99,10 +103,11 @@ def context_of(parent: Context | None) -> _core.Context:
 class OutgoingCall(Generic[R]):
     """One call. The runtime ignores a stop before the peer has connected, so a stop waits for that."""
 
-    __slots__ = ("_context", "_pending", "_sending", "cancelled")
+    __slots__ = ("_connect_timeout_s", "_context", "_pending", "_sending", "cancelled")
 
-    def __init__(self, context: _core.Context) -> None:
+    def __init__(self, context: _core.Context, connect_timeout_s: float | None = None) -> None:
         self.cancelled = False
+        self._connect_timeout_s = connect_timeout_s
         self._context = context
         self._sending: asyncio.Future[AsyncIterator[R]] | None = None
         self._pending: asyncio.Future[Any] | None = None
@@ -118,11 +123,15 @@ class OutgoingCall(Generic[R]):
             raise
 
     async def start(self, sending: asyncio.Future[AsyncIterator[R]]) -> AsyncIterator[R]:
-        """Return the replies, once the peer has connected."""
+        """Return the replies, once the peer has connected. Raises PeerLost if it does not."""
         self._sending = sending
         if self.cancelled:
             self.stop()
-        replies: AsyncIterator[R] = await self.wait(asyncio.shield(sending))
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                replies: AsyncIterator[R] = await self.wait(asyncio.shield(sending))
+        except TimeoutError:
+            raise PeerLost(f"no worker has connected within {self._connect_timeout_s:g} s of the request") from None
         return replies
 
     async def next(self, replies: AsyncIterator[R]) -> R | None:

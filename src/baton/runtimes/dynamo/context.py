@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 
 from dynamo._core import Context as RawContext
 
+_NAMES = ("traceparent", "tracestate", "x-request-id", "request-id")
+
 
 class DynamoContext:
     """See `ports/runtime.py`. `raw` is the runtime's own context."""
@@ -25,8 +27,13 @@ class DynamoContext:
     def trace_headers(self) -> Mapping[str, str]:
         """See `Context.trace_headers`."""
         if self._headers is None:
-            # The runtime starts a new trace for each call between workers; ours is in the metadata, and wins.
-            self._headers = {**(self.raw.trace_headers() or {}), **self.raw.metadata.copy()}
+            # The runtime makes parents that nothing exports, and a new trace for each call between workers. What the
+            # edge and other workers send is in the metadata, and wins.
+            sent = self.raw.metadata.copy()
+            self._headers = {
+                **(self.raw.trace_headers() or {}),
+                **{name: sent[name] for name in _NAMES if name in sent},
+            }
         return self._headers
 
     def on_cancel(self, callback: Callable[[], None]) -> None:

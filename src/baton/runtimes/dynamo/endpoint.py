@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from dynamo import _core
 
-from baton.errors import Cancelled, ConfigError, InvalidRequest
+from baton.errors import Cancelled, ConfigError, InvalidRequest, PeerLost
 from baton.ports.runtime import ModelCard
 from baton.protocol.events import LoadSnapshot, Reading
+from baton.runtimes.dynamo.deadline import in_time
 from baton.runtimes.dynamo.publishers import KvEventPublisher, LoadPublisher
 from baton.runtimes.dynamo.registration import register, request_checks
 from baton.runtimes.dynamo.request_server import RequestServer
@@ -65,11 +66,14 @@ class DynamoEndpoint:
     async def _register_card(self, card: ModelCard) -> None:
         self.server.checks = request_checks(card)
         try:
-            await register(self._raw, card)
+            async with in_time("register the model"):
+                await register(self._raw, card)
+                await self._load_publisher.open(self._raw)
+        except PeerLost:
+            raise
         except Exception as error:
             raise ConfigError(f"cannot register the model in {card.directory}: {error}") from error
         self._card = card
-        await self._load_publisher.open(self._raw)
         await self._close_kv_publisher()
         if card.kv_events:
             self._kv_publisher = KvEventPublisher(self._raw, card.block_size, card.dp_size)

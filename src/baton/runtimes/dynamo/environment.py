@@ -1,6 +1,9 @@
 """The environment variables that the Dynamo runtime reads its options from."""
 
+from pathlib import Path
+
 from baton.config.directories import discovery_directory
+from baton.config.peer_tls import is_encrypted, peer_tls, tls_file, uses_etcd_tls
 from baton.config.runtime import RuntimeOptions
 from baton.runtimes.dynamo.addresses import bind_address, is_loopback
 from baton.runtimes.dynamo.event_sockets import event_sockets
@@ -41,4 +44,33 @@ def environment(options: RuntimeOptions, publishes_metrics: bool = False) -> dic
         values["ETCD_ENDPOINTS"] = options.etcd
     if "nats" in (options.requests, options.events):
         values["NATS_SERVER"] = options.nats
+    return values | (_tls(options) if is_encrypted(options) else {})
+
+
+def _tls(options: RuntimeOptions) -> dict[str, str]:
+    """Return the variables for mutual TLS. Each process is a server and a client, with one certificate.
+
+    Raises ConfigError for files that cannot be used: the runtime would only fail at its first connections.
+    """
+    peer_tls(options)
+    authority, certificate, key = (
+        str(tls_file(path)) for path in (options.tls_ca, options.tls_certificate, options.tls_key)
+    )
+    values = {
+        "DYN_TCP_TLS_CERT_PATH": certificate,
+        "DYN_TCP_TLS_KEY_PATH": key,
+        "DYN_TCP_TLS_CA_CERT_PATH": authority,
+        "DYN_TCP_TLS_CLIENT_CA_CERT_PATH": authority,
+        "DYN_TCP_TLS_CLIENT_CERT_PATH": certificate,
+        "DYN_TCP_TLS_CLIENT_KEY_PATH": key,
+        "DYN_TCP_TLS_SERVER_NAME": options.tls_name,
+        # A variable that this process inherits does not switch the verification off.
+        "DYN_TCP_TLS_INSECURE": "false",
+    }
+    if uses_etcd_tls(options):  # contents, not paths
+        files = {"ETCD_AUTH_CA": authority, "ETCD_AUTH_CLIENT_CERT": certificate, "ETCD_AUTH_CLIENT_KEY": key}
+        values |= {name: Path(path).read_text() for name, path in files.items()}
+    if options.nats.startswith("tls:"):
+        values |= {"NATS_TLS_CA_CERT_PATH": authority, "NATS_TLS_INSECURE": "false"}
+        values |= {"NATS_TLS_CLIENT_CERT_PATH": certificate, "NATS_TLS_CLIENT_KEY_PATH": key}
     return values

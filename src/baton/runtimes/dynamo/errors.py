@@ -65,7 +65,7 @@ _BY_CLASS: dict[type[Exception], type[BatonError]] = {
 _BY_KIND: dict[str, type[BatonError]] = {
     "InvalidRequest": InvalidRequest,
     "Cancelled": Cancelled,
-    "DeadlineExceeded": DeadlineExceeded,
+    "DeadlineExceeded": PeerLost,  # of the runtime: a worker, frozen perhaps, has not taken a request; ours have a code
     "RateLimited": Overloaded,
     "Unavailable": PeerLost,
 }

@@ -31,6 +31,7 @@ class EventBroker:
         self._context = zmq.Context()
         self._election: asyncio.Task[None] | None = None
         self._lock: int | None = None
+        self._listens = False
 
     def start(self) -> None:
         """Forward events as soon as no other process does. Call from the event loop."""
@@ -43,6 +44,9 @@ class EventBroker:
             election.cancel()
             await asyncio.wait([election])
             await asyncio.to_thread(self._context.term)
+        if self._listens:
+            self._sockets.remove()
+            self._listens = False
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -60,6 +64,7 @@ class EventBroker:
                 "KV events and load do not reach this process: cannot listen in %s: %s", self._sockets.directory, error
             )
         else:
+            self._listens = True
             threading.Thread(target=_forward, args=(incoming, outgoing), name="event broker", daemon=True).start()
 
     def _listen(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":

@@ -44,6 +44,11 @@ class EventSockets:
             )
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
+    def remove(self) -> None:
+        """Remove the files of the sockets, which ZMQ leaves."""
+        self._publishers.unlink(missing_ok=True)
+        self._subscribers.unlink(missing_ok=True)
+
 
 def event_sockets(options: RuntimeOptions) -> EventSockets | None:
     """Return where the broker for `options` listens; None without one: NATS is a broker, and hosts share no socket."""

@@ -8,7 +8,7 @@ from dynamo import _core
 
 from baton.config.runtime import RuntimeOptions
 from baton.errors import ConfigError, EngineDead
-from baton.ports.runtime import ModelCard
+from baton.ports.runtime import ModelCard, Rep, Req, Service
 from baton.runtimes.dynamo.frontend_log import FrontendLog
 from baton.runtimes.dynamo.inotify import explain
 from baton.runtimes.dynamo.listener import reserved_port, set_nodelay
@@ -75,6 +75,10 @@ class DynamoFrontend:
             self._model_cards = DynamoModelCards(self._runtime.raw, self._model_endpoints)
         except TimeoutError:
             raise EngineDead(f"the frontend did not listen within {timeout_s:g} s") from None
+
+    async def serve(self, path: str, service: Service[Req, Rep]) -> object:
+        """See `Runtime.serve`. Valid after `start`."""
+        return await self._runtime.serve(path, service)
 
     async def _listen(self) -> None:
         arguments = _core.EntrypointArgs(

@@ -5,7 +5,6 @@ not expose its socket. On Linux accepted connections inherit it from the listene
 descriptor of this process by its port.
 """
 
-import errno
 import os
 import socket
 import stat
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from baton.errors import ConfigError
+from baton.config.listeners import unusable_address
 
 
 def refuse_unusable_address(host: str, port: int, host_flag: str, port_flag: str) -> None:
@@ -24,8 +23,7 @@ def refuse_unusable_address(host: str, port: int, host_flag: str, port_flag: str
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
-        flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}") from None
+        raise unusable_address(host, port, error, host_flag, port_flag) from None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import msgspec
 from dynamo import _core
 
 from baton.ports.runtime import ChatFormat, ModelCard
+from baton.runtimes.dynamo.tool_calls import parser_of_card
 
 _SURFACES = {"Chat": "chat", "Completions": "completions", "Embedding": "embeddings"}
 
@@ -22,6 +23,7 @@ class _TemplateFile(msgspec.Struct, frozen=True):
 class _RuntimeConfig(msgspec.Struct, frozen=True):
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    structural_tag_scope: str | None = None
 
 
 class _Card(msgspec.Struct, frozen=True):
@@ -75,7 +77,7 @@ def read_card(text: str) -> ModelCard:
         max_running=0,
         chat=ChatFormat(
             template=custom[0] if custom else None,
-            tool_call_parser=config.tool_call_parser,
+            tool_call_parser=parser_of_card(config.tool_call_parser, config.structural_tag_scope),
             reasoning_parser=config.reasoning_parser,
         ),
     )

@@ -108,7 +108,9 @@ class RequestServer:
             async with aclosing(self._service.handle(request, context)) as replies:
                 async for reply in replies:
                     try:
-                        await writer.send(encode(reply))
+                        message = encode(reply)
+                        if not writer.send_now(message):
+                            await writer.send(message)
                     except BatonError as failure:
                         await replies.athrow(failure)  # so that the handler gets the reason
             await writer.close()

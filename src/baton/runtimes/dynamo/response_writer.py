@@ -44,24 +44,28 @@ class ResponseWriter:
         self._stall_timeout_s = stall_timeout_s
         self._thread: _SenderThread | None = None
 
+    def send_now(self, message: Wire) -> bool:
+        """Send `message` if that cannot block: the first messages of a stream. Raises Cancelled as `send` does."""
+        if self._sent >= INLINE_MESSAGES and not self._is_small(message):
+            return False
+        self._sent += 1
+        try:
+            self._sender.send(message)
+        except RuntimeError:
+            raise Cancelled("the client disconnected") from None
+        return True
+
     async def send(self, message: Wire) -> None:
         """Send `message`. Raises Cancelled when the client has disconnected, ReaderStalled when it does not read."""
-        if self._fits(message):
-            try:
-                self._sender.send(message)
-            except RuntimeError:
-                raise Cancelled("the client disconnected") from None
+        if self.send_now(message):
             return
         if self._thread is None:
             self._thread = _SenderThread(self._sender)
         self._thread.put(message)
         await self._wait_for_pending(MAX_PENDING)
 
-    def _fits(self, message: Wire) -> bool:
+    def _is_small(self, message: Wire) -> bool:
         """Whether the runtime takes `message` without blocking even if nothing of this stream has been read."""
-        if self._sent < INLINE_MESSAGES:
-            self._sent += 1
-            return True
         if self._bytes < INLINE_BYTES:
             self._bytes += len(msgspec.msgpack.encode(message))
         return self._bytes < INLINE_BYTES

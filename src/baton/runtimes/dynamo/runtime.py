@@ -12,16 +12,19 @@ import msgspec
 from dynamo import _core
 
 from baton.config.directories import discovery_directory
+from baton.config.peer_tls import plain_text_planes
 from baton.config.runtime import RuntimeOptions
 from baton.errors import Cancelled, ConfigError, PeerLost
 from baton.ports.runtime import Rep, Req, Service
 from baton.runtimes.dynamo.addresses import bind_address
 from baton.runtimes.dynamo.client import DynamoClient
+from baton.runtimes.dynamo.deadline import in_time
 from baton.runtimes.dynamo.endpoint import DynamoEndpoint
 from baton.runtimes.dynamo.environment import environment
 from baton.runtimes.dynamo.event_sockets import event_sockets
 from baton.runtimes.dynamo.inotify import explain
 from baton.runtimes.dynamo.listener import refuse_unusable_address
+from baton.runtimes.dynamo.metric_units import with_base_units
 from baton.runtimes.dynamo.request_server import SHUTDOWN_TIMEOUT_S, RequestServer
 from baton.runtimes.dynamo.service_check import check_services
 
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVE_TIMEOUT_S = 30.0
 METRICS_TIMEOUT_S = 2.0
 
 
@@ -73,6 +75,8 @@ class DynamoRuntime:
             _make_directory(discovery_directory(options))
         refuse_unusable_address(options.bind, 0, "--runtime-bind", "--runtime-bind")
         await check_services(options)
+        for plane in plain_text_planes(options):
+            log.warning("not encrypted: %s", plane)
         self._start_broker()
         os.environ.update(self._environment)
         loop = asyncio.get_running_loop()
@@ -103,10 +107,10 @@ class DynamoRuntime:
         endpoint = DynamoEndpoint(self.raw.endpoint(path), server, serve_name)
         self._endpoints.append(endpoint)
         try:
-            async with asyncio.timeout(SERVE_TIMEOUT_S):
+            async with in_time("serve an endpoint"):
                 await endpoint.until_registered()
-        except TimeoutError:
-            raise ConfigError(f"this process was not registered in discovery within {SERVE_TIMEOUT_S:g} s") from None
+        except PeerLost:
+            raise
         except Exception as error:
             raise ConfigError(f"cannot serve: {explain(error)}") from error
         return endpoint
@@ -115,7 +119,10 @@ class DynamoRuntime:
         """See `Runtime.client`."""
         endpoint = self.raw.endpoint(path)
         try:
-            client = await endpoint.client()
+            async with in_time(f"watch {path}"):
+                client = await endpoint.client()
+        except PeerLost:
+            raise
         except Exception as error:
             raise ConfigError(f"cannot watch {path} in discovery: {explain(error)}") from error
         self._clients.append(client)
@@ -138,7 +145,7 @@ class DynamoRuntime:
             return ""
         timeout = aiohttp.ClientTimeout(total=METRICS_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/metrics") as response:
-            return await response.text()
+            return with_base_units(await response.text())
 
     async def shutdown(self) -> None:
         """See `Runtime.shutdown`."""

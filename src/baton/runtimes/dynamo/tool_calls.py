@@ -12,13 +12,19 @@ from dynamo import _core
 from baton.errors import Unsupported
 
 _ANY_PARSER = "hermes"
+_SCOPE = "always"  # Baton registers models that have a parser without this policy
 _TRIGGERS = ["<tool_call>"]  # of that parser's format
 
 
 def mark_requests_with_tools(config: _core.ModelRuntimeConfig) -> None:
     """Make the frontend send requests with tools such that `refuse_tools` recognizes them."""
     config.tool_call_parser = _ANY_PARSER
-    config.set_structural_tag({"scope": "always"})
+    config.set_structural_tag({"scope": _SCOPE})
+
+
+def parser_of_card(parser: str | None, structural_tag_scope: str | None) -> str | None:
+    """Return the parser of a registered model; None if it has none and is registered to refuse tools."""
+    return None if structural_tag_scope == _SCOPE else parser
 
 
 def refuse_tools(request: object) -> None:

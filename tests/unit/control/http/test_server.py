@@ -36,7 +36,7 @@ class SlowEngine(ScriptedEngine):
 class EngineWithMetrics(ScriptedEngine):
     """An engine with metrics of its own, or a failure to read them."""
 
-    text = "# HELP steps_total Steps\n# TYPE steps_total counter\nsteps_total 3\nbaton_in_flight 99\n"
+    text = "# HELP steps_total Steps\n# TYPE steps_total counter\nsteps_total 3\nbaton_requests_in_flight 99\n"
     problem: Exception | None = None
 
     def metrics(self) -> str:
@@ -252,7 +252,7 @@ def test_a_follower_is_healthy_and_not_in_discovery() -> None:
         assert (health.status, health.body["state"]) == (200, "serving")
         assert (await harness.http("GET", "/live")).status == 200
         await asyncio.sleep(0.01)
-        assert 'baton_engine_running{dp_rank="0"} 2.0' in (await harness.http("GET", "/metrics")).body
+        assert 'baton_engine_running_requests{dp_rank="0"} 2.0' in (await harness.http("GET", "/metrics")).body
         assert "leader" in await harness.refused("pause", None, 501, "unsupported")
         harness.stop.set()
         await harness.running

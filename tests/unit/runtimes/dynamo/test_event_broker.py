@@ -1,6 +1,7 @@
 """The event broker of one host: it forwards, another process takes over, and no other user can connect."""
 
 import asyncio
+import os
 import stat
 from pathlib import Path
 
@@ -65,12 +66,18 @@ def test_a_second_broker_forwards_when_the_first_one_stops(sockets: EventSockets
 
 
 def test_a_broker_that_waits_for_its_turn_can_be_stopped(sockets: EventSockets) -> None:
+    def names() -> list[str]:
+        return os.listdir(sockets.directory)
+
     async def body() -> None:
         first, second = EventBroker(sockets), EventBroker(sockets)
         first.start()
+        await eventually(lambda: "subscribe" in names())
         second.start()
         await second.stop()
+        assert sorted(names()) == ["lock", "publish", "subscribe"]
         await first.stop()
+        assert names() == ["lock"]
 
     asyncio.run(asyncio.wait_for(body(), 30))
 

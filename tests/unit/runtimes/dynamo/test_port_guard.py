@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from contextlib import ExitStack, suppress
 
 import pytest
 import uvloop
@@ -76,6 +77,9 @@ def test_more_ports_than_a_filter_has_room_for_are_refused_and_the_others_stay()
         guard.close()
 
 
+BATCH = 50
+
+
 class Waiting:
     """A request that gets no answer."""
 
@@ -105,22 +109,28 @@ class Waiting:
 @pytest.mark.slow
 def test_requests_that_wait_for_their_answers_keep_nobody_out() -> None:
     async def body() -> None:
-        accepted: list[socket.socket] = []
-        with listening() as listener:
-            listener.listen(128)
+        loop = asyncio.get_running_loop()
+        with listening() as listener, ExitStack() as accepted:
+            listener.listen(BATCH)  # a connection that does not fit is tried again after a second
             listener.setblocking(False)
-            asyncio.get_running_loop().add_reader(listener, lambda: accepted.append(listener.accept()[0]))
+
+            def accept_all() -> None:
+                with suppress(BlockingIOError):
+                    while True:
+                        accepted.enter_context(listener.accept()[0])
+
+            loop.add_reader(listener, accept_all)
             port = listener.getsockname()[1]
             guard = PortGuard(port)
             pool = UpstreamPool("127.0.0.1", port, guard)
             waiting = [Waiting() for _ in range(2200)]
-            for first in range(0, len(waiting), 50):
-                await asyncio.wait([pool.connect(each) for each in waiting[first : first + 50]])
-            assert all(each.connection is not None for each in waiting)
-            asyncio.get_running_loop().remove_reader(listener)
-            pool.close()
-            guard.close()
-            for each in accepted:
-                each.close()
+            try:
+                for first in range(0, len(waiting), BATCH):
+                    await asyncio.wait([pool.connect(each) for each in waiting[first : first + BATCH]])
+                assert all(each.connection is not None for each in waiting)
+            finally:
+                loop.remove_reader(listener)
+                pool.close()
+                guard.close()
 
     uvloop.run(body())

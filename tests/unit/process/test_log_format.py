@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from baton.topology.log_format import convert, message_of
+from baton.process.log_format import convert, message_of
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, 250_000, tzinfo=UTC)
 HERE = f"{NOW.astimezone():%Y-%m-%d %H:%M:%S},250"
@@ -52,3 +52,8 @@ def test_lines_that_look_like_those_of_the_runtime_and_cannot_be_read_are_output
     assert convert(deep + b"\n", NOW) == f"{HERE} INFO output ".encode() + deep + b"\n"
     line = b'{"time":"0001-01-01T00:00:00+14:00","level":"INFO","target":"t","message":"m"}\n'
     assert convert(line, NOW) == f"{HERE} INFO t m\n".encode()
+
+
+def test_half_a_surrogate_pair_is_escaped() -> None:
+    line = b'{"level":"INFO","target":"x","message":"m \\ud800"}\n'
+    assert convert(line, NOW).endswith(b" INFO x m \\ud800\n")

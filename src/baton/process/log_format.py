@@ -1,4 +1,4 @@
-"""One format for every line in the logs of `baton serve`: time, level, logger, message.
+"""One format for every line in the logs of `baton serve`: time, level, logger, message. `json_lines.py` has the other.
 
 Python processes write it themselves (`process/logs.py`). The Rust runtime writes JSON, because it has trace ids only
 with structured logs, and libraries write what they like: their lines are converted here.
@@ -15,7 +15,7 @@ _FOREIGN = re.compile(rb"^(?!\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} )", re.MULTILI
 # The runtime prints the error of a request that a worker has refused.
 _REQUEST_ERROR = re.compile(r"(dynamo\._core)\.(\w+: .*)")
 _TO_QUOTE = re.compile(r'[\s"]')
-_LEVELS = {"WARN": "WARNING", "TRACE": "DEBUG"}
+LEVELS = {"WARN": "WARNING", "TRACE": "DEBUG"}
 _NOT_SHOWN = ("time", "level", "target", "message", "file", "line")
 
 Fields = dict[str, object]
@@ -37,16 +37,16 @@ def _converted(line: bytes, now: datetime) -> bytes:
     text = line.decode(errors="replace").rstrip()
     if not text:
         return b""
-    fields = _runtime_fields(text)
+    fields = runtime_fields(text)
     if fields is None:
-        logger, message = _split(text)
+        logger, message = request_error(text)
         return _formatted(now, "INFO", logger, message)
     level = str(fields["level"])
     message = " ".join([str(fields.get("message", "")), *_shown(fields)]).strip()
-    return _formatted(_time(fields, now), _LEVELS.get(level, level), str(fields["target"]), message)
+    return _formatted(time_of(fields, now), LEVELS.get(level, level), str(fields["target"]), message)
 
 
-def _split(text: str) -> tuple[str, str]:
+def request_error(text: str) -> tuple[str, str]:
     """Return the logger and the message of a line without a level."""
     error = _REQUEST_ERROR.match(text)
     return (error[1], error[2]) if error is not None else ("output", text)
@@ -55,10 +55,10 @@ def _split(text: str) -> tuple[str, str]:
 def _formatted(time: datetime, level: str, logger: str, message: str) -> bytes:
     local = time.astimezone()
     line = f"{local:%Y-%m-%d %H:%M:%S},{local.microsecond // 1000:03d} {level} {logger} {message}\n"
-    return line.encode()
+    return line.encode(errors="backslashreplace")
 
 
-def _runtime_fields(text: str) -> Fields | None:
+def runtime_fields(text: str) -> Fields | None:
     """Return the fields of a line of the runtime, None for any other line."""
     if not text.startswith("{"):
         return None
@@ -69,7 +69,7 @@ def _runtime_fields(text: str) -> Fields | None:
     return cast(Fields, fields) if isinstance(fields, dict) and {"level", "target"} <= fields.keys() else None
 
 
-def _time(fields: Fields, now: datetime) -> datetime:
+def time_of(fields: Fields, now: datetime) -> datetime:
     try:
         return datetime.fromisoformat(str(fields["time"])).astimezone()
     except (KeyError, ValueError, OverflowError):

@@ -1,0 +1,1 @@
+"""The files of deploy/, rendered and checked without a cluster."""
