@@ -90,18 +90,22 @@ def make_tiny_idefics3(directory: Path, seed: int = 0, split: bool = False, **vi
     return directory
 
 
-def make_tiny_qwen25vl(directory: Path, seed: int = 0, **vision: object) -> Path:
+def make_tiny_qwen25vl(directory: Path, seed: int = 0, wide_heads: bool = False, **vision: object) -> Path:
     """Write a random Qwen2.5-VL model; return `directory`. `vision` goes to the configuration of the tower.
+
+    The heads of the language model have 16 numbers; with `wide_heads` 64, as kernels for GPUs want them.
 
     Patches are 14 x 14 pixels, one row of the language model is 2 x 2 patches, images have 4 to 64 rows.
     """
     import transformers
 
     tower: dict[str, object] = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    text = {**_TEXT, "hidden_size": 256, "intermediate_size": 384, "initializer_range": 0.12} if wide_heads else _TEXT
+    sections = [8, 12, 12] if wide_heads else [2, 3, 3]
     config = transformers.Qwen2_5_VLConfig(
         vision_config={
             **tower,
-            "out_hidden_size": _TEXT["hidden_size"],
+            "out_hidden_size": text["hidden_size"],
             "window_size": 56,
             "fullatt_block_indexes": [1],
             "tokens_per_second": 2,
@@ -109,8 +113,8 @@ def make_tiny_qwen25vl(directory: Path, seed: int = 0, **vision: object) -> Path
             **vision,
         },
         text_config={
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-            **_TEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections},
+            **text,
         },
         image_token_id=special_token("qwen", "<|image_pad|>"),
         video_token_id=special_token("qwen", "<|video_pad|>"),

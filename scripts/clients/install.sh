@@ -3,9 +3,10 @@
 #
 #   install.sh [ENVIRONMENT=.venv-clients]
 #
-# Clients that accept the current `openai` package are in ENVIRONMENT/openai-3, the others in ENVIRONMENT/openai-2.
-# Node comes from PyPI as well: the npm clients need a later one than Debian has. The versions are in openai-*.txt, which
-# `uv pip compile --universal` makes from openai-*.in, and in tests/clients/node/package-lock.json.
+# Clients that accept the current `openai` package are in ENVIRONMENT/openai-3, the others in ENVIRONMENT/openai-2. The load
+# tools are in ENVIRONMENT/aiperf and ENVIRONMENT/guidellm, which needs torch: without a CPU build of it among the wheels
+# of pip's `find-links`, that is 5 GB. Node comes from PyPI as well: the npm clients need a later one than Debian has. The
+# versions are in *.txt, which were resolved from *.in, and in tests/clients/node/package-lock.json.
 # Run again, it does nothing unless one of its inputs has changed.
 set -euo pipefail
 
@@ -24,7 +25,7 @@ wheels=${PIP_FIND_LINKS:-$("${PYTHON:-python3}" -m pip config get global.find-li
 if [ -n "$wheels" ]; then
     export UV_FIND_LINKS=${UV_FIND_LINKS:-${wheels// /,}}
 fi
-for name in openai-3 openai-2; do
+for name in openai-3 openai-2 aiperf guidellm; do
     [ -x "$venv/$name/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv/$name"
     [ -x "$venv/openai-3/bin/uv" ] || "$venv/openai-3/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint "$root/constraints.txt" uv

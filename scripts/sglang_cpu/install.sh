@@ -44,7 +44,7 @@ msgspec numpy openai openai-harmony orjson packaging partial-json-parser pillow 
 pydantic python-multipart pyzmq regex requests scipy sentencepiece setproctitle soundfile tiktoken tokenizers tqdm
 transformers uvicorn uvloop xgrammar xxhash zstandard""".split()
 NOT_DECLARED = ("accelerate", "dill", "loguru")
-FOR_TESTS = ("hypothesis", "openai", "psutil", "pytest", "pytest-timeout")
+FOR_TESTS = ("hypothesis", "openai", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
 
 
 def name_of(requirement: str) -> str:

@@ -6,6 +6,8 @@ against the module. The double is built of `fact_class`es and `Bound` objects, w
 """
 
 import ast
+import copy
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -137,6 +139,8 @@ def fact_class(facts: VersionFacts, path: str) -> type:
     """Return a class with the fields of the library's class in the facts, and no other attribute."""
     fields = facts.fields(path)
     name = path.rpartition(".")[2]
+    for _, *default in fields.values():
+        default_of(*default[:1] or [""])  # parsed here, before threads make objects
 
     def make(self: Any, **given: object) -> None:
         for unknown in given.keys() - fields.keys():
@@ -164,6 +168,12 @@ def default_of(text: str) -> object:
             return []
         case "<factory dict>":
             return {}
+    return copy.deepcopy(_literal(text))
+
+
+@functools.cache
+def _literal(text: str) -> object:
+    """Parse a text once: Python 3.11 can fail with a SystemError when several threads parse."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

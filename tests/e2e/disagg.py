@@ -12,12 +12,12 @@ POLL_S = 0.005
 
 # Each must be 0 on a worker that has nothing to do: the name of the metric and its labels.
 HELD: dict[str, tuple[str, dict[str, str]]] = {
-    "in_flight": ("baton_in_flight", {}),
-    "running": ("baton_engine_running", {}),
-    "waiting": ("baton_engine_waiting", {}),
-    "used_blocks": ("baton_engine_blocks", {"use": "used"}),
-    "offered": ("baton_rooms", {"state": "offered"}),
-    "claimed": ("baton_rooms", {"state": "claimed"}),
+    "in_flight": ("baton_requests_in_flight", {}),
+    "running": ("baton_engine_running_requests", {}),
+    "waiting": ("baton_engine_waiting_requests", {}),
+    "used_blocks": ("baton_engine_kv_blocks", {"use": "used"}),
+    "offered": ("baton_rooms_open", {"state": "offered"}),
+    "claimed": ("baton_rooms_open", {"state": "claimed"}),
 }
 ENDS = ("done", "cancelled", "expired", "failed")
 
@@ -46,7 +46,7 @@ class Reading:
     @property
     def rooms(self) -> dict[str, float]:
         """How many rooms have ended, by how."""
-        return {end: self.value("baton_rooms_total", end=end) for end in ENDS}
+        return {end: self.value("baton_rooms_ended_total", outcome=end) for end in ENDS}
 
     def ended(self, role: str, state: str) -> float:
         """How many requests have ended in `state`."""

@@ -34,6 +34,7 @@ STATUSES = {
     "deadline_exceeded": 504,
     "service_unavailable": 503,
 } | dict.fromkeys(("overloaded", "paused", "draining", "peer_lost", "engine_stalled", "engine_dead"), 503)
+NO_REPLY = 0  # instead of a status: the frontend does not run, or has ended meanwhile
 BOUND_S = DEADLINE_S + 10.0  # what the clients see, at the latest
 # Nothing is found in a cache, so that all KV is handed over, in many parts; and what differs by rounding is far apart.
 EXACT = (
@@ -105,15 +106,15 @@ def ask(system: System, question: Question, stream: bool) -> Answer:
     }
     request_id = uuid.uuid4().hex
     began = time.monotonic()
-    connection = http.client.HTTPConnection("127.0.0.1", system.port, timeout=BOUND_S)
+    connection = http.client.HTTPConnection(system.address, system.port, timeout=BOUND_S)
     try:
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         connection.request("POST", COMPLETIONS, json.dumps(body), headers)
         answer = connection.getresponse()
         content = answer.read().decode()
         status = answer.status
-    except http.client.HTTPException as error:
-        return Answer(0, "", False, 0, repr(error), time.monotonic() - began, request_id)
+    except (http.client.HTTPException, ConnectionError) as error:
+        return Answer(NO_REPLY, "", False, NO_REPLY, repr(error), time.monotonic() - began, request_id)
     finally:
         connection.close()
     read = _read_stream if stream and status == 200 else _read_whole
@@ -216,7 +217,7 @@ def reference(system: System, questions: Iterable[Question]) -> dict[Question, s
 
 def rooms(system: System, worker: int) -> float:
     """Return how many rooms are open at a prefill worker."""
-    return system.metric("baton_rooms", worker)
+    return system.metric("baton_rooms_open", worker)
 
 
 def assert_nothing_held(system: System, prefill: int) -> None:

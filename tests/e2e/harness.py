@@ -33,7 +33,7 @@ T = TypeVar("T")
 running: list["System"] = []
 
 
-def eventually(look: Callable[[], T], within_s: float = 15.0, what: str = "") -> T:
+def eventually(look: Callable[[], T], within_s: float = 60.0, what: str = "") -> T:
     """Return the first true answer of `look`; fail when there is none in time. An exception counts as no answer."""
     end = time.monotonic() + within_s
     while True:
@@ -159,7 +159,8 @@ class System:
         self.namespace = namespace
         self.port = free_ports(workers + 1)
         self.system_ports = [self.port + 1 + number for number in range(workers)]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.address = "127.0.0.1"
+        self.url = f"http://{self.address}:{self.port}"
 
     def logs(self) -> dict[str, str]:
         """Return the end of every log."""
@@ -236,10 +237,10 @@ class System:
     def load(self, worker: int = 0) -> dict[str, float]:
         """Return what a worker has in hand."""
         return {
-            "in_flight": self.metric("baton_in_flight", worker),
-            "running": self.metric("baton_engine_running", worker),
-            "waiting": self.metric("baton_engine_waiting", worker),
-            "used_blocks": self.metric("baton_engine_blocks", worker, use="used"),
+            "in_flight": self.metric("baton_requests_in_flight", worker),
+            "running": self.metric("baton_engine_running_requests", worker),
+            "waiting": self.metric("baton_engine_waiting_requests", worker),
+            "used_blocks": self.metric("baton_engine_kv_blocks", worker, use="used"),
         }
 
     def assert_quiet(self, within_s: float = 10.0) -> None:

@@ -19,7 +19,12 @@ class Pooled(Serve):
     """Started from a topology. The router has the first system port, then come the workers in the order of the file."""
 
     def __init__(
-        self, directory: Path, topology: Mapping[str, Any], workers: int, arguments: Iterable[str] = ()
+        self,
+        directory: Path,
+        topology: Mapping[str, Any],
+        workers: int,
+        arguments: Iterable[str] = (),
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         System.__init__(self, directory, workers + 1, "torch")
         self.start_timeout_s = LOAD_S
@@ -27,7 +32,7 @@ class Pooled(Serve):
         self.write(topology)
         ports = ["--port", str(self.port), "--system-port", str(self.system_ports[0])]
         flags = ["serve", "--topology", str(self.file), *ports, "--log-dir", str(directory), *arguments]
-        self.process = Process(flags, directory / "serve.log")
+        self.process = Process(flags, directory / "serve.log", settings)
         running.append(self)
 
     def write(self, topology: Mapping[str, Any]) -> None:

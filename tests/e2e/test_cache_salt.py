@@ -62,5 +62,13 @@ def test_tenants_share_no_cached_prompt(served: Serve) -> None:
 @pytest.mark.parametrize("served", systems(*KV), indirect=True)
 def test_salted_prompts_go_where_they_are_cached(served: Serve) -> None:
     for tenant in ("carol", "dave"):
-        eventually(lambda tenant=tenant: cached(served, "a", tenant) >= CACHED, what=f"{tenant} has a cache")
-        assert [cached(served, ending, tenant) >= CACHED for ending in "bcdefg"] == [True] * 6
+        assert any(goes_where_it_is_cached(served, f"{tenant}-{number}") for number in range(4)), tenant
+
+
+def goes_where_it_is_cached(serve: Serve, tenant: str) -> bool:
+    """Whether six prompts in a row find the cache of their tenant, in one of two workers.
+
+    The first may find it by chance, before the router has heard of it: then the next can miss it.
+    """
+    eventually(lambda: cached(serve, "a", tenant) >= CACHED, what=f"{tenant} has a cache")
+    return all(cached(serve, ending, tenant) >= CACHED for ending in "bcdefg")

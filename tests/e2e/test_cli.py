@@ -30,10 +30,11 @@ def baton(*arguments: str, prefix: tuple[str, ...] = (), **settings: str) -> sub
     )
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    """Check that the command said in one line what is wrong, and nothing else."""
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str, after: str = "") -> None:
+    """Check that the command said in one line what is wrong, and nothing else; `after` is what it may print before."""
     assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
+    assert done.stdout.startswith(after)
+    assert bool(done.stdout) == bool(after)
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("baton: ")
@@ -66,7 +67,7 @@ def test_help_names_the_commands_and_every_command_its_settings() -> None:
         "worker": ("--engine", "--system-port", "--runtime-discovery"),
         "frontend": ("--port", "--router", "--migrations"),
     }.items():
-        done = baton(command, "--help")
+        done = baton(command, "--help-all")
         assert done.returncode == 0
         assert all(flag in done.stdout for flag in flags)
         assert done.stderr == ""
@@ -265,7 +266,7 @@ def test_a_lack_of_inotify_instances_is_named_with_the_command_that_mends_it(tmp
     if subprocess.run([*limited, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets no user set the limit")
     done = baton("serve", *place("serve", tmp_path), prefix=limited)
-    assert_refused(done, "sudo sysctl fs.inotify.max_user_instances=1024")
+    assert_refused(done, "sudo sysctl fs.inotify.max_user_instances=1024", after="Starting echo with 1 worker")
 
 
 @pytest.mark.parametrize("command", ["serve", "worker"])
@@ -290,7 +291,7 @@ def test_a_model_directory_with_a_broken_configuration_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize("command", ["serve", "frontend"])
 def test_a_taken_port_is_refused(command: str, taken_port: int) -> None:
-    assert_refused(baton(command, "--port", str(taken_port)), str(taken_port), "--port")
+    assert_refused(baton(command, "--port", str(taken_port)), str(taken_port), f"pid {os.getpid()}", "--port")
 
 
 @pytest.mark.parametrize("command", ["serve", "frontend"])
@@ -315,9 +316,8 @@ def test_a_taken_system_port_is_refused(tmp_path: Path, command: str, taken_port
         process.terminate()
         process.communicate(timeout=30)
         pytest.fail("it runs")
-    assert_refused(
-        subprocess.CompletedProcess([], process.returncode, output, errors), str(taken_port), "--system-port"
-    )
+    done = subprocess.CompletedProcess([], process.returncode, output, errors)
+    assert_refused(done, str(taken_port), "--system-port", after="Starting" if command == "serve" else "")
 
 
 def test_a_log_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
-from tests.e2e.harness import Cluster, echoed, eventually, free_ports
+from tests.e2e.harness import Cluster, echoed, environment, eventually, free_ports
 from tests.e2e.test_lifecycle import CHAT, PROMPT, assert_some_moved, begin, body, moves
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
@@ -146,3 +147,28 @@ def test_streams_survive_the_death_of_a_worker(start: Callable[..., Cluster], se
     for _ in range(10):
         assert cluster.post(CHAT, body("Hello", 4))[0] == 200
     cluster.stop()
+
+
+def test_a_discovery_that_does_not_reply_is_given_up(services: dict[str, str]) -> None:
+    """A process whose start would hang fails instead, so that it is started again."""
+    etcd = services["BATON_RUNTIME_ETCD"]
+    command = [sys.executable, "-m", "tests.e2e.silent_discovery", etcd]
+    (server,) = (
+        found
+        for found in psutil.Process().children(recursive=True)
+        if found.name() == "etcd" and any(etcd in argument for argument in found.cmdline())
+    )
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    )
+    try:
+        assert process.stdout is not None
+        assert any(line == "ready\n" for line in process.stdout)
+        server.suspend()
+        output, _ = process.communicate("\n", timeout=60)
+    finally:
+        server.resume()
+        process.kill()
+        process.wait(30)
+    failures = [line.split()[:2] for line in output.splitlines() if "discovery took longer than 1 s" in line]
+    assert failures == [["client", "peer_lost"], ["serve", "peer_lost"], ["register", "peer_lost"]], output

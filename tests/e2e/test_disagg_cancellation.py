@@ -45,7 +45,7 @@ LATE = ("--kv-handoff", "late", "--kv-transports", "tcp", "--kv-claim-timeout-s"
 LONG_TOKENS = 3000  # seconds of prefill
 SHORT_TOKENS = 20
 FREE_S = 5.0  # asserted; measured is what the report says
-PREFILL_S = 60.0
+PREFILL_S = 200.0  # a long prompt, computed on a busy machine
 DEADLINE_S = 1.5
 
 Note = Callable[[str, float], None]
@@ -221,27 +221,30 @@ def test_leaving_the_queue_of_late_prefills_frees_everything(late: Serve, note: 
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("style", "times"), [("early", 60), ("late", 60)])
+@pytest.mark.parametrize(("style", "times"), [("early", 30), ("late", 30)])
 def test_leaving_around_the_end_of_prefill_frees_both_workers(
     style: str, times: int, request: pytest.FixtureRequest, note: Note
 ) -> None:
-    """The moment of leaving closes in on the hand-off from both sides, in small steps."""
+    """The moment of leaving closes in on the hand-off from both sides: steps grow until it is passed, then shrink."""
     serve: Serve = request.getfixturevalue(style)
     assert_serves(serve)
     began = time.monotonic()
     assert serve.post(COMPLETIONS, asking(64, 2))[0] == 200
-    leave_s, step_s, longest_s = time.monotonic() - began, 0.032, 0.0
+    leave_s, step_s, longest_s, both = time.monotonic() - began, 0.016, 0.0, {"cancelled", "done"}
     tally: collections.Counter[tuple[str, str]] = collections.Counter()
-    for number in range(times):
+    was_late = True
+    while tally.total() < times or (tally.total() < 4 * times and not both <= {room for room, _ in tally}):
         seen, free_s = leave_after(serve, leave_s)
         tally[seen] += 1
         longest_s = max(longest_s, free_s)
-        leave_s = max(0.005, leave_s + (step_s if seen[1] == "no token" else -step_s))
-        step_s = (0.002, 0.004, 0.008, 0.016)[number % 4]
+        is_late = seen[1] == "a token"
+        step_s = min(2 * step_s, 0.25) if is_late == was_late else max(0.002, step_s / 3)
+        leave_s = max(0.005, leave_s - step_s if is_late else leave_s + step_s)
+        was_late = is_late
     for (room, token), count in sorted(tally.items()):
-        print(f"{style}: room {room}, {token}: {count} of {times}")
+        print(f"{style}: room {room}, {token}: {count} of {tally.total()}")
     note(f"left around the hand-off ({style}), longest time to be free", longest_s)
-    assert {room for room, _ in tally} >= {"cancelled", "done"}
+    assert {room for room, _ in tally} >= both
     assert not {room for room, _ in tally} & {"failed", "expired"}
     assert_serves(serve)
 
@@ -249,7 +252,8 @@ def test_leaving_around_the_end_of_prefill_frees_both_workers(
 def leave_after(serve: Serve, seconds: float) -> tuple[tuple[str, str], float]:
     """Leave a request after `seconds`; return how its room ended and whether a token was made, and the time to be free.
 
-    The room is "none" where the client was gone before there was one.
+    The room is "none" where the client was gone before there was one, as when the frontend was too busy to send the
+    request to a worker.
     """
     before, ended = Reading(serve, DECODE), rooms(serve)
     prefills = sum(Reading(serve, PREFILL).ended("prefill", state) for state in ("completed", "cancelled"))
@@ -260,7 +264,12 @@ def leave_after(serve: Serve, seconds: float) -> tuple[tuple[str, str], float]:
         now = Reading(serve, PREFILL)
         return sum(now.ended("prefill", state) for state in ("completed", "cancelled")) > prefills and not held(serve)
 
-    free_s = seconds_until(over, CLAIM_S + FREE_S, lambda: held(serve))
+    try:
+        free_s = seconds_until(over, CLAIM_S + FREE_S, lambda: held(serve))
+    except AssertionError:
+        if held(serve):
+            raise
+        return ("none", "no token"), 0.0
     first = "baton_first_output_seconds_count"
     token = "a token" if Reading(serve, DECODE).value(first) > before.value(first) else "no token"
     return (next(iter(difference(rooms(serve), ended)), "none"), token), free_s

@@ -120,7 +120,7 @@ def break_decode(serve: Serve) -> Broken:
 
 def in_hand(serve: Serve, worker: int, least: int) -> float:
     """Return how many requests a worker has, 0 if that is fewer than `least`."""
-    count = serve.metric("baton_in_flight", worker)
+    count = serve.metric("baton_requests_in_flight", worker)
     return count if count >= least else 0
 
 

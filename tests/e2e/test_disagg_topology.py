@@ -53,7 +53,10 @@ def serve(start_shared: Callable[..., Serve], letters: Path) -> Iterator[Serve]:
 
 def joining(serve: Serve) -> list[str]:
     """Return the command that `baton serve` prints for those who want to join, with the flags that it was given."""
-    [command] = re.findall(r"^  baton worker (.*)$", serve.process.output.read_text(), re.MULTILINE)
+    [command] = eventually(
+        lambda: re.findall(r"^  baton worker (.*)\n", serve.process.output.read_text(), re.MULTILINE),
+        what="the command to join is printed",
+    )
     return ["worker", *command.split(), *EXACT]
 
 
@@ -110,7 +113,7 @@ def test_a_worker_joins_and_leaves_under_load_and_nobody_notices(
             eventually(lambda: worker.completed() >= 5, 30, "the new worker serves")
             eventually(lambda: serve.ended("completed", mine, role) > before, 30, "the old one goes on")
             if role == "prefill":
-                assert worker.metric("baton_rooms_total", end="done") >= 5
+                assert worker.metric("baton_rooms_ended_total", outcome="done") >= 5
             else:
                 assert worker.metric("baton_transfer_bytes_total") > 0
         load.flow()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -22,6 +23,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 MODEL = "tiny"
 # Prompts of 3,000 tokens are computed in two dozen chunks, and sent chunk by chunk.
 CHUNKED = ("--torch-batch-tokens", "128", "--torch-blocks", "1024")
+# A GPU rounds by the shape of a step, and a decode worker computes other shapes: scores differ in their last digits.
+ON_GPU = Path("/dev/nvidiactl").exists()
+if ON_GPU:
+    CHUNKED += ("--torch-dtype", "float32")
 TRANSPORTS = ["shm", "tcp", "nixl", "late"]
 LONG = "".join(f"{number} bottles of beer on the wall, " for number in range(100))
 PROMPTS = {
@@ -88,6 +93,22 @@ def said(answer: Any) -> list[tuple[str, str, list[str], list[float]]]:
     ]
 
 
+def assert_same(given: Any, expected: Any) -> None:
+    """Assert that two answers are equal; on a GPU up to the rounding of their numbers."""
+    if not ON_GPU:
+        assert given == expected
+    elif isinstance(expected, dict):
+        assert given.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(given[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(given) == len(expected)
+        for one, other in zip(given, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert given == (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected)
+
+
 def test_no_process_listens_for_other_hosts(split: Serve) -> None:
     complete(split, "move some KV")
     split.assert_unexposed()
@@ -102,10 +123,10 @@ def test_workers_listen_for_each_other_on_ipv6(split: Serve) -> None:
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS.keys())
 def test_the_answer_is_the_same(whole: Serve, split: Serve, prompt: str) -> None:
     expected = said(complete(whole, prompt))
-    assert said(complete(split, prompt)) == expected
+    assert_same(said(complete(split, prompt)), expected)
     # Again: now both sides have the prompt's blocks, and hardly anything is sent.
     again = complete(split, prompt)
-    assert said(again) == expected
+    assert_same(said(again), expected)
     assert again.usage.prompt_tokens == len(prompt)
     assert again.usage.prompt_tokens_details.cached_tokens == (len(prompt) - 1) // 16 * 16
 
@@ -118,13 +139,13 @@ def test_the_scores_of_a_prompt_are_the_same(whole: Serve, split: Serve, prompt:
         {"extra_body": {"prompt_logprobs": 2}, "max_tokens": 4},
     ):
         expected, given = (complete(serve, prompt, **options).choices[0] for serve in (whole, split))
-        assert given.to_dict() == expected.to_dict()
+        assert_same(given.to_dict(), expected.to_dict())
 
 
 def test_prompts_that_begin_alike_share_what_is_there(whole: Serve, split: Serve) -> None:
     stem = "once upon a time, " * 20
     for ending in ("there was a fox", "there was a river", "", "nobody was there at all, and then"):
-        assert said(complete(split, stem + ending)) == said(complete(whole, stem + ending))
+        assert_same(said(complete(split, stem + ending)), said(complete(whole, stem + ending)))
 
 
 def test_a_prefix_that_decode_has_is_not_sent(split: Serve) -> None:
@@ -146,14 +167,14 @@ def test_a_stream_says_the_same(whole: Serve, split: Serve) -> None:
 
 def test_choices_and_seeds_are_the_same(whole: Serve, split: Serve) -> None:
     options: dict[str, Any] = {"seed": 5, "temperature": 1.0}
-    assert said(complete(split, LONG[:500], **options)) == said(complete(whole, LONG[:500], **options))
+    assert_same(said(complete(split, LONG[:500], **options)), said(complete(whole, LONG[:500], **options)))
     if not handed_off_late(split):
         with pytest.raises(openai.BadRequestError, match="--kv-handoff late"):
             complete(split, LONG[:500], n=3, **options)
         return
     expected = said(complete(whole, LONG[:500], n=3, **options))
     for _ in range(10):
-        assert said(complete(split, LONG[:500], n=3, **options)) == expected
+        assert_same(said(complete(split, LONG[:500], n=3, **options)), expected)
     assert len({text for text, *_ in expected}) == 3
 
 
@@ -163,9 +184,8 @@ def test_penalties_and_stops_are_the_same(whole: Serve, split: Serve) -> None:
         {"max_tokens": 1},
         {"max_tokens": 200, "extra_body": {"min_tokens": 100}},
     ):
-        assert said(complete(split, "count: 1 2 3 4 5", **options)) == said(
-            complete(whole, "count: 1 2 3 4 5", **options)
-        )
+        given, expected = (complete(serve, "count: 1 2 3 4 5", **options) for serve in (split, whole))
+        assert_same(said(given), said(expected))
 
 
 def test_a_guide_is_kept(split: Serve) -> None:
@@ -175,10 +195,10 @@ def test_a_guide_is_kept(split: Serve) -> None:
 
 def test_prompt_logprobs_are_computed_by_decode(split: Serve, whole: Serve) -> None:
     """They cannot be received: the decode worker lets the prefill go and computes the prompt itself."""
-    cancelled = split.metric("baton_rooms_total", 0, end="cancelled")
+    cancelled = split.metric("baton_rooms_ended_total", 0, outcome="cancelled")
     answer = complete(split, LONG[:300], extra_body={"prompt_logprobs": 1})
-    assert said(answer) == said(complete(split, LONG[:300]))
-    assert split.metric("baton_rooms_total", 0, end="cancelled") == cancelled + 1
+    assert_same(said(answer), said(complete(split, LONG[:300])))
+    assert split.metric("baton_rooms_ended_total", 0, outcome="cancelled") == cancelled + 1
     body = {"model": MODEL, "prompt": LONG[:300], "max_tokens": 0, "echo": True, "logprobs": 1}
     scores, expected = (json.loads(serve.post("/v1/completions", body)[1])["choices"] for serve in (split, whole))
     assert scores[0]["logprobs"]["token_logprobs"][1:] == pytest.approx(
@@ -206,9 +226,9 @@ def test_bad_input_is_refused_with_the_reason(split: Serve, body: dict[str, Any]
 
 def test_nothing_is_left_when_it_is_over(split: Serve) -> None:
     split.assert_quiet()
-    eventually(lambda: split.metric("baton_rooms", 0) == 0, what="no room is open")
-    assert split.metric("baton_rooms_total", 0, end="expired") == 0
-    assert split.metric("baton_rooms_total", 0, end="failed") == 0
+    eventually(lambda: split.metric("baton_rooms_open", 0) == 0, what="no room is open")
+    assert split.metric("baton_rooms_ended_total", 0, outcome="expired") == 0
+    assert split.metric("baton_rooms_ended_total", 0, outcome="failed") == 0
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_a_small_request_does_not_wait_for_a_large_one(serve: Serve) -> None:
     try:
         eventually(lambda: serve.load()["running"] == 1, what="the large request runs")
         assert len(embed(serve, CAT)[0]) == SIZE
-        assert serve.metric("baton_in_flight") == 1
+        assert serve.metric("baton_requests_in_flight") == 1
     finally:
         connection.close()
     serve.assert_quiet()

@@ -54,9 +54,9 @@ def test_a_request_that_is_left_in_any_phase_frees_everything_on_every_worker(tm
     system = started(tmp_path, "--echo-encode-ms", "700", "--echo-prefill-ms", "700", "--echo-pace-ms", "20")
     try:
         phases: list[Callable[[], Any]] = [
-            lambda: system.metric("baton_in_flight", ENCODE),
-            lambda: system.metric("baton_engine_running", PREFILL),
-            lambda: system.metric("baton_engine_running", DECODE),
+            lambda: system.metric("baton_requests_in_flight", ENCODE),
+            lambda: system.metric("baton_engine_running_requests", PREFILL),
+            lambda: system.metric("baton_engine_running_requests", DECODE),
         ]
         for number, phase in enumerate(phases):
             send_and_leave(system, phase, number)
@@ -78,7 +78,9 @@ def test_an_encode_worker_that_fails_while_requests_wait_hangs_none(
         images = [picture(20 + number, 30) for number in range(5)]
         with ThreadPoolExecutor(len(images)) as pool:
             asked: list[Future[tuple[int, dict[str, Any]]]] = [pool.submit(ask, system, each) for each in images]
-            eventually(lambda: system.metric("baton_in_flight", ENCODE) == len(images), what="all are being encoded")
+            eventually(
+                lambda: system.metric("baton_requests_in_flight", ENCODE) == len(images), what="all are being encoded"
+            )
             system.worker(ENCODE).send_signal(fault)
             answers = [each.result(timeout=60) for each in asked]
         for image, (status, answer) in zip(images, answers, strict=True):

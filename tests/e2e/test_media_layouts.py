@@ -98,7 +98,7 @@ def wait_for_encoders(system: System, layout: str) -> None:
 
 
 def lookups(system: System, worker: int, result: str) -> float:
-    return system.metric("baton_media_cache_total", worker, result=result)
+    return system.metric("baton_media_cache_lookups_total", worker, result=result)
 
 
 def assert_nothing_is_left(system: System) -> None:
@@ -106,7 +106,9 @@ def assert_nothing_is_left(system: System) -> None:
     for worker in range(system.workers):
         eventually(lambda w=worker: not system.metric("baton_media_cache_items", w, use="pinned"), what="no rows held")
         for state in ("offered", "claimed"):
-            eventually(lambda w=worker, s=state: not system.metric("baton_rooms", w, state=s), what="no room is open")
+            eventually(
+                lambda w=worker, s=state: not system.metric("baton_rooms_open", w, state=s), what="no room is open"
+            )
 
 
 @pytest.fixture(scope="module", params=list(LAYOUTS))

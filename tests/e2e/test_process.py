@@ -299,8 +299,10 @@ def split(
 
 def test_prefill_and_decode_workers_answer_the_same_behind_a_process_worker(split: tuple[Serve, System]) -> None:
     prompts = ("ab", "What is the capital of Japan?", "x y " * 200)
-    for prompt in prompts:
+    special = {"258": 100}  # <|im_end|>, which does not end an answer of this model
+    for prompt, bias in [*((prompt, {}) for prompt in prompts), ("ab", special)]:
         body = {"model": "tiny", "max_tokens": 24, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+        body["logit_bias"] = bias
         body["messages"] = [{"role": "system", "content": "short"}, {"role": "user", "content": prompt}]
         answers = []
         for system in split:

@@ -146,7 +146,7 @@ def test_d31_a_client_that_leaves_is_gone_from_the_engine_within_a_second_or_so(
     began = time.monotonic()
     eventually(lambda: not any([*echo.load(NEAR).values(), *echo.load(FAR).values()]), 5.0, "it is gone")
     print(f"gone after {time.monotonic() - began:.3f} s")
-    eventually(lambda: echo.metric("baton_router_pool_in_flight", ROUTER) == 0, what="the router forgets it")
+    eventually(lambda: echo.metric("baton_router_pool_requests_in_flight", ROUTER) == 0, what="the router forgets it")
 
 
 def test_d31_one_trace_goes_through_every_hop(start: Callable[..., Pooled]) -> None:
@@ -191,7 +191,7 @@ def test_an_adaptive_router_skips_a_pool_that_is_slow(start: Callable[..., Poole
     assert len(pooled.answers(chat("hello"), 8, 0.0, {})) == 8
     assert pooled.decisions("aggregated") == {"slow": 8 + 1}  # with the first request of `baton serve`
     eventually(skipped, 60, "the slow pool is skipped")
-    assert pooled.metric("baton_router_skipped_total", ROUTER, pool="slow", reason="slow") >= 1
+    assert pooled.metric("baton_router_skipped_pools_total", ROUTER, pool="slow", reason="slow") >= 1
     # A request that accepts the delay still goes where the grid sends it.
     before = pooled.decisions("aggregated")["slow"]
     patient = chat("hello", nvext={"router": {"ttft_target": 100_000}})
@@ -216,7 +216,7 @@ def test_requests_of_a_pool_that_dies_are_served_by_another(start: Callable[...,
     assert pooled.decisions("aggregated")["near"] > 0
     # The supervisor starts another; then the rules hold again.
     eventually(lambda: pooled.health(FAR) == 200, 60, "the worker is back")
-    eventually(lambda: pooled.metric("baton_router_pool_instances", ROUTER, pool="far") == 1, 30, "the pool is back")
+    eventually(lambda: pooled.metric("baton_router_pool_workers", ROUTER, pool="far") == 1, 30, "the pool is back")
     before = pooled.decisions("aggregated")
     assert pooled.post(CHAT, chat("hello"))[0] == 200
     assert pooled.decisions("aggregated")["far"] == before["far"] + 1
@@ -232,7 +232,9 @@ def test_a_worker_that_is_frozen_holds_up_its_own_requests_only(start: Callable[
         status, text = pooled.post(CHAT, chat("hello"))
         assert status in (503, 504), text
         assert pooled.post(CHAT, chat("hello", nvext={"router": {"ttft_target": 0, "itl_target": 0}}))[0] == 200
-        eventually(lambda: pooled.metric("baton_router_pool_in_flight", ROUTER) == 0, 15, "the router holds nothing")
+        eventually(
+            lambda: pooled.metric("baton_router_pool_requests_in_flight", ROUTER) == 0, 15, "the router holds nothing"
+        )
     finally:
         far.resume()
     pooled.stop()
@@ -297,7 +299,7 @@ def test_a_full_pool_is_passed_over_and_when_all_are_full_clients_hear_503(start
         return sorted(getattr(result, "status_code", result) for result in results)  # type: ignore[type-var]
 
     assert asyncio.run(run()) == [200, 200, 503]
-    assert pooled.metric("baton_router_skipped_total", ROUTER, reason="queue") >= 2
+    assert pooled.metric("baton_router_skipped_pools_total", ROUTER, reason="queue") >= 2
     pooled.stop()
 
 

@@ -127,7 +127,9 @@ def test_d31_a_client_that_leaves_is_gone_from_every_worker(pooled: Pooled, phas
         connection.close()
     for worker in (QUICK, BULK, FEW, MANY):
         eventually(lambda w=worker: not Reading(pooled, w).held, 20, f"nothing is left on worker {worker}")
-    eventually(lambda: pooled.metric("baton_router_pool_in_flight", ROUTER) == 0, what="the router forgets them")
+    eventually(
+        lambda: pooled.metric("baton_router_pool_requests_in_flight", ROUTER) == 0, what="the router forgets them"
+    )
 
 
 @pytest.mark.faults

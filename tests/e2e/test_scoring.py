@@ -174,7 +174,7 @@ def test_a_client_that_leaves_ends_all_its_prompts(serve: Serve) -> None:
     before = serve.ended("cancelled")
     connection = serve.open(COMPLETIONS, body)
     try:
-        eventually(lambda: serve.metric("baton_in_flight") == 3, what="three requests run")
+        eventually(lambda: serve.metric("baton_requests_in_flight") == 3, what="three requests run")
     finally:
         connection.close()
     serve.assert_quiet()

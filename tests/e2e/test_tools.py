@@ -140,6 +140,11 @@ def test_tools_are_refused_by_name_without_a_parser(plain: Serve, options: dict[
         ask(plain, "hi", "echo", tools=[WEATHER], **options)
 
 
+def test_capabilities_of_a_model_without_a_parser_lack_tools(serve: Serve, plain: Serve) -> None:
+    found = [json.loads(each.get("/v1/models")[1])["data"][0]["capabilities"]["tools"] for each in (serve, plain)]
+    assert found == [True, False]
+
+
 def test_without_a_parser_tools_that_the_model_may_not_call_are_accepted(plain: Serve) -> None:
     answer = ask(plain, "hi", "echo", tools=[WEATHER], tool_choice="none")
     assert answer.choices[0].message.content == "<user>hi"

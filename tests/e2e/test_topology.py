@@ -51,13 +51,16 @@ def test_the_ready_line_says_what_runs(serve: Serve) -> None:
 
 
 def test_a_request_goes_through_both(serve: Serve) -> None:
-    before = serve.metric("baton_rooms_total", PREFILL, end="done")
+    before = serve.metric("baton_rooms_ended_total", PREFILL, outcome="done")
     moved = serve.metric("baton_transfer_bytes_total", DECODE)
     assert ask(serve) == ask(serve)
-    eventually(lambda: serve.metric("baton_rooms_total", PREFILL, end="done") == before + 2, what="two rooms were used")
+    eventually(
+        lambda: serve.metric("baton_rooms_ended_total", PREFILL, outcome="done") == before + 2,
+        what="two rooms were used",
+    )
     assert serve.metric("baton_transfer_bytes_total", DECODE) > moved
     assert serve.ended("completed", PREFILL, role="prefill") == serve.ended("completed", DECODE, role="decode")
-    assert serve.metric("baton_rooms", PREFILL) == 0
+    assert serve.metric("baton_rooms_open", PREFILL) == 0
     serve.assert_quiet()
 
 

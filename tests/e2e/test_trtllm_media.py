@@ -161,7 +161,9 @@ def test_nothing_is_left_of_requests_with_images(layout: Vision) -> None:
     eventually(lambda: layout.files("tensor") == layout.files("kv") == 0, what="no tensor and no KV is held")
     for worker in range(layout.system.workers):
         # Idle prefill engines of the library report no load, so the last one stays.
-        eventually(lambda w=worker: not layout.system.metric("baton_in_flight", w), what=f"worker {worker} is idle")
+        eventually(
+            lambda w=worker: not layout.system.metric("baton_requests_in_flight", w), what=f"worker {worker} is idle"
+        )
 
 
 def test_d27_media_are_fetched_once_for_prefill_and_decode(split: Vision) -> None:

@@ -1,4 +1,7 @@
-"""Tests against the real SGLang, on a CPU: `make test-sglang`. Without SGLang there is nothing here to collect."""
+"""Tests against the real SGLang, on a CPU (`make test-sglang`) or a GPU (`make test-sglang-gpu`).
+
+Without SGLang there is nothing here to collect.
+"""
 
 import importlib.util
 import signal
@@ -20,6 +23,6 @@ def _sigquit() -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model that is quick."""
-    from tests.doubles.tiny_models import make_tiny_model
+    from tests.real_sglang.hardware import tiny_model
 
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
+    return tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)

@@ -1,14 +1,16 @@
-"""SGLang engines for tests: on the CPU, small, and shared where a test does not stop them.
+"""SGLang engines for tests: small, and shared where a test does not stop them.
 
 An engine belongs to the event loop that it was started in, so one loop on one thread outlives the tests of a module.
 """
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import psutil
 
 from baton.config.engines import ExpertOptions, SglangOptions
 from baton.engine_kit.output_stream import OutputStream
@@ -20,16 +22,10 @@ from baton.protocol.events import KvEvent, LoadSnapshot
 from baton.protocol.ids import RequestId
 from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session
+from tests.real_sglang.hardware import SMALL
 
 T = TypeVar("T")
 Mode = Literal["null", "prefill", "decode"]
-
-CPU = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--disable-overlap-schedule", "--cuda-graph-backend-decode", "disabled", "--sleep-on-idle"),
-    *("--cuda-graph-backend-prefill", "disabled", "--dtype", "float32"),
-    *("--max-total-tokens", "8192", "--max-running-requests", "4"),
-)
 
 
 class TestedEngine(SglangEngine):
@@ -47,7 +43,7 @@ class TestedEngine(SglangEngine):
         **options: Any,
     ) -> None:
         chosen = SglangOptions(**({"metrics": False} | options))
-        super().__init__(chosen, (*CPU, *more), model, "tiny", LaunchMode(mode), experts, from_encoders)
+        super().__init__(chosen, (*SMALL, *more), model, "tiny", LaunchMode(mode), experts, from_encoders)
         self.given: list[RequestId] = []
         self.is_stopped = False
 
@@ -69,7 +65,7 @@ class TestedEmbedder(SglangEmbedder):
     __test__ = False
 
     def __init__(self, model: Path) -> None:
-        super().__init__(SglangOptions(metrics=False), CPU, model, "tiny")
+        super().__init__(SglangOptions(metrics=False), SMALL, model, "tiny")
         self.is_stopped = False
 
     async def stop(self) -> None:
@@ -147,3 +143,9 @@ class Bench:
 def kv_events(session: Session) -> list[KvEvent]:
     """Return what was told of blocks."""
     return [reading for reading in session.readings if not isinstance(reading, LoadSnapshot)]
+
+
+def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Return the files of shared memory that SGLang has made for these processes."""
+    mapped = {Path(each.path) for process in processes for each in process.memory_maps()}
+    return {path for path in mapped if path.parent == Path("/dev/shm") and path.name.startswith("sglang")}

@@ -13,6 +13,7 @@ from baton.handlers.placeholders import expand
 from baton.ports.engine import EncodedRows, EncodeWork
 from baton.protocol.ids import new_request_id
 from baton.protocol.media import MediaEmbedding, MediaFile, PlacedItem
+from tests.real_sglang.hardware import HAS_VIDEO
 from tests.vision_models import noise_frames, noise_png, special_token
 
 IMAGE, VIDEO = special_token("qwen", "<|image_pad|>"), special_token("qwen", "<|video_pad|>")
@@ -39,11 +40,11 @@ FILES = {
     "wide": MediaFile(modality="image", data=noise_png(150, 60, 2)),
     "tall": MediaFile(modality="image", data=noise_png(60, 150, 3)),
     "other": MediaFile(modality="image", data=noise_png(60, 60, 4)),
-    "film": video_file(),
+    **({"film": video_file()} if HAS_VIDEO else {}),
 }
 # What a prompt consists of: text, and media by their names.
 Parts = Sequence[str]
-PROMPTS: dict[str, Parts] = {
+_PROMPTS: dict[str, Parts] = {
     "one image": ("See: ", "@small", " What is it?"),
     "another image": ("See: ", "@other", " What is it?"),
     "images and text": ("First ", "@wide", " then ", "@tall", " and again ", "@wide", " end."),
@@ -51,6 +52,7 @@ PROMPTS: dict[str, Parts] = {
     "video": ("Look: ", "@film", " What happens?"),
     "images and videos": ("@small", " before ", "@film", " and ", "@tall", " between ", "@film", " end."),
 }
+PROMPTS = {name: parts for name, parts in _PROMPTS.items() if HAS_VIDEO or "@film" not in parts}
 
 
 def files_of(parts: Parts, files: Mapping[str, MediaFile]) -> tuple[MediaFile, ...]:

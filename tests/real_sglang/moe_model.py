@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tests.real_sglang.hardware import ON_GPU
+
 EXPERTS = 8
 LAYERS = 2
 PREFERRED = 3
@@ -15,10 +17,16 @@ def make_moe_model(directory: Path) -> Path:
 
     from tests.doubles.tiny_models import write_byte_tokenizer
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
+    hidden, head = (256, 64) if ON_GPU else (64, 16)
+    sizes = {"hidden_size": hidden, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head, "vocab_size": 300}
     experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    rest = {"eos_token_id": 256, "bos_token_id": None, "initializer_range": 0.3, "max_position_embeddings": 4096}
+    rest = {
+        "eos_token_id": 256,
+        "bos_token_id": None,
+        "initializer_range": 0.12 if ON_GPU else 0.3,
+        "max_position_embeddings": 4096,
+    }
     torch.manual_seed(5)
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **heads, **experts, **rest))
     with torch.no_grad():

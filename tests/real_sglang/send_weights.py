@@ -1,4 +1,4 @@
-"""Rank 0 of a group: broadcasts one tensor of each model that it is given. Usage: PORT NAME MODEL..."""
+"""Rank 0 of a group: broadcasts one tensor of each model that it is given. Usage: BACKEND PORT NAME MODEL..."""
 
 import signal
 import sys
@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 
 def main() -> None:
-    port, name, *models = sys.argv[1:]
+    backend, port, name, *models = sys.argv[1:]
     from sglang.srt.utils import init_custom_process_group
 
     group = init_custom_process_group(
-        backend="gloo",
+        backend=backend,
         init_method=f"tcp://127.0.0.1:{port}",
         world_size=2,
         rank=0,
@@ -21,7 +21,9 @@ def main() -> None:
         timeout=timedelta(seconds=60),
     )
     for model in models:
-        dist.broadcast(load_file(f"{model}/model.safetensors")[name], src=0, group=group)
+        tensor = load_file(f"{model}/model.safetensors")[name]
+        # Of two GPUs the engine has the first.
+        dist.broadcast(tensor.to("cuda:1") if backend == "nccl" else tensor, src=0, group=group)
     signal.pause()
 
 

@@ -32,6 +32,7 @@ from baton.protocol.commands import (
 )
 from baton.testing.engine_session import Session, read_to_the_end
 from tests.real_sglang.engines import Bench, TestedEngine
+from tests.real_sglang.hardware import GROUP_BACKEND, HIDDEN, LORA_BACKEND, QUERIES, VALUES, tiny_model
 from tests.real_sglang.test_generating import Engines, answer_of, work
 
 
@@ -45,14 +46,12 @@ def bench() -> Iterator[Bench]:
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with other weights."""
-    from tests.doubles.tiny_models import make_tiny_model
-
-    return make_tiny_model(tmp_path_factory.mktemp("other"), seed=7, num_hidden_layers=2)
+    return tiny_model(tmp_path_factory.mktemp("other"), seed=7, num_hidden_layers=2)
 
 
 @pytest.fixture
 def engine(bench: Bench, tiny: Path) -> Engines:
-    return Engines(bench, lambda: TestedEngine(tiny))
+    return Engines(bench, lambda: TestedEngine(tiny, group_backend=GROUP_BACKEND))
 
 
 async def update(session: Session, source: Any, version: str = "v") -> Any:
@@ -226,7 +225,7 @@ def test_weights_come_through_a_group(engine: Engines, tiny: Path, other: Path) 
     async def body(session: Session) -> None:
         before, _, _ = await answer_of(session, work(24))
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(sender), str(port), name, str(other), str(tiny)
+            sys.executable, str(sender), GROUP_BACKEND, str(port), name, str(other), str(tiny)
         )
         joined = JoinGroup(group="trainer", host="127.0.0.1", port=port, rank=1, size=2, timeout_s=60)
         await session.engine.execute(joined)
@@ -269,7 +268,7 @@ def test_a_group_that_does_not_come_together_ends_the_engine(bench: Bench, engin
 
 LORA = (
     *("--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj"),
-    *("--lora-backend", "torch_native"),
+    *("--lora-backend", LORA_BACKEND),
 )
 
 
@@ -281,9 +280,9 @@ def write_lora(directory: Path) -> Path:
     directory.mkdir()
     tensors = {}
     for layer in range(2):
-        for name, rows in (("q_proj", 96), ("v_proj", 32)):
+        for name, rows in (("q_proj", QUERIES), ("v_proj", VALUES)):
             place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{place}.lora_A.weight"] = torch.randn(4, 48)
+            tensors[f"{place}.lora_A.weight"] = torch.randn(4, HIDDEN)
             tensors[f"{place}.lora_B.weight"] = torch.randn(rows, 4)
     save_file(tensors, directory / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import Serve, eventually
-from tests.real_sglang.test_serving import CPU, STOP
+from tests.real_sglang.hardware import SERVED, large_heads
+from tests.real_sglang.test_serving import STOP
 from tests.real_sglang.widened_smoldiff import widened_smoldiff
 from tools.smoldiff.ask import measure
 from tools.smoldiff.problems import ABILITIES, held_out_problems
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), large_heads]
 
 CHAT = "/v1/chat/completions"
 MODEL = "smoldiff"
@@ -34,7 +35,7 @@ def serve(start_shared: Callable[..., Serve], model: Path, tmp_path_factory: pyt
     file = tmp_path_factory.mktemp("algorithm") / "algorithm.yaml"
     file.write_text(ALGORITHM)
     flags = ("--dllm-algorithm", "LowConfidence", "--dllm-algorithm-config", str(file))
-    serve = start_shared(Serve, "--model", str(model), *CPU, *flags, engine="sglang", settings=STOP)
+    serve = start_shared(Serve, "--model", str(model), *SERVED, *flags, engine="sglang", settings=STOP)
     yield serve
     serve.stop()
 

@@ -12,6 +12,7 @@ from baton.ports.engine import EngineInfo, GenerateEngine, Work
 from baton.testing.engine_contract import EngineContract
 from baton.testing.engine_session import Session
 from tests.real_sglang.engines import Bench, TestedEngine
+from tests.real_sglang.hardware import EXACT
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +30,7 @@ class TestSglangEngine(EngineContract):
     long_tokens = 1500
 
     def make_engine(self) -> GenerateEngine:
-        return TestedEngine(self.model)
+        return TestedEngine(self.model, "null", *EXACT)
 
     def make_broken_engine(self) -> GenerateEngine:
         return TestedEngine(self.model / "nowhere")

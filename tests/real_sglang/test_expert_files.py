@@ -14,7 +14,7 @@ from baton.experts.placement import Shape, plan
 from baton.protocol.commands import DumpExpertRecord, StartExpertRecord
 from baton.testing import run_bounded
 from tests.doubles.tiny_models import make_tiny_model
-from tests.real_sglang.engines import CPU
+from tests.real_sglang.hardware import SMALL
 from tests.torch.torch_sessions import session
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang's modules warn about what a CPU lacks
@@ -51,7 +51,7 @@ def initial_location(model: Path, layout: Path) -> Any:
 
     parallel = ("--tp-size", str(RANKS), "--ep-size", str(RANKS))
     experts = ExpertOptions(layout=str(layout), redundant=REDUNDANT, dispatch="dynamic")
-    arguments = check_arguments(LaunchMode(), SglangOptions(), (*CPU, *parallel), model, "tiny", experts)
+    arguments = check_arguments(LaunchMode(), SglangOptions(), (*SMALL, *parallel), model, "tiny", experts)
     server_args: Any = make_server_args(arguments, {})
     with use_context(create_context(server_args, role="scheduler")):
         return compute_initial_expert_location_metadata(ModelConfig.from_server_args(server_args), moe_ep_rank=0)
@@ -89,4 +89,4 @@ def test_sglang_starts_with_our_layout(
     layout = plan(counts, Shape(experts=EXPERTS, redundant=REDUNDANT, ranks=RANKS))
     write_layout(tmp_path / f"layout{suffix}", layout)
     location = initial_location(model, tmp_path / f"layout{suffix}")
-    assert torch.equal(location.physical_to_logical_map, torch.tensor(layout))
+    assert torch.equal(location.physical_to_logical_map.cpu(), torch.tensor(layout))

@@ -3,7 +3,6 @@
 The bootstrap server of the prefill engine has an IPv6 address here, and an IPv4 one in `test_serving.py`.
 """
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.real_sglang.engines import Bench
+from tests.real_sglang.hardware import cores_of_ranks, needs_two
 from tests.real_sglang.peers import Peer
 
 pytestmark = pytest.mark.timeout(450)
@@ -49,10 +49,11 @@ def test_engines_hand_off_kv_and_abort_in_every_phase(tiny: Path, bench: Bench) 
     bench.close()
 
 
+@needs_two
 def test_every_rank_of_a_prefill_engine_hands_off_the_rooms_of_its_remainder(
     tiny: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{min(1, (os.cpu_count() or 1) - 1)}")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks())
 
     async def body() -> None:
         async with pair(tiny, "--dp-size", "2") as (prefill, decode):

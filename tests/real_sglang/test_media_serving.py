@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import Serve
+from tests.real_sglang.hardware import ON_GPU, SERVED
 from tests.real_sglang.media_prompts import FILES, Parts, tokens_of
 from tests.real_sglang.media_prompts import PROMPTS as ALONE
-from tests.real_sglang.test_serving import CPU, SPLIT, STOP
+from tests.real_sglang.test_serving import OVER_NIXL, STOP
 from tests.vision_models import make_tiny_qwen25vl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -18,20 +19,21 @@ MODEL = "see"
 CONTEXT = 256
 RESERVED = 8  # tokens that SGLang keeps for itself
 TYPES = {"image": "image/png", "video": "video/mp4"}
+SPLIT = (*SERVED, *OVER_NIXL)
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "EP/D": (SPLIT, {"prefill": 1, "decode": 1}),
-    "E/PD": (CPU, {"encoders": 1}),
+    "E/PD": (SERVED, {"encoders": 1}),
     "E/P/D": (SPLIT, {"encoders": 1, "prefill": 1, "decode": 1}),
 }
 PROMPTS: dict[str, Parts] = {
-    **{name: ALONE[name] for name in ("one image", "images and text", "video", "images and videos")},
+    **{name: ALONE[name] for name in ("one image", "images and text", "video", "images and videos") if name in ALONE},
     "a typed placeholder": ("Is <|image_pad|> in ", "@small", "?"),
 }
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_qwen25vl(tmp_path_factory.mktemp("models") / MODEL))
+    return str(make_tiny_qwen25vl(tmp_path_factory.mktemp("models") / MODEL, wide_heads=ON_GPU))
 
 
 def started(start_shared: Callable[..., Serve], model: str, args: tuple[str, ...], **workers: int) -> Serve:
@@ -57,7 +59,7 @@ def ask(serve: Serve, parts: Parts, **options: Any) -> Any:
 @pytest.fixture(scope="module")
 def answers(start_shared: Callable[..., Serve], model: str) -> dict[str, Any]:
     """What one worker answers that does everything. It has ended: few SGLangs run at the same time."""
-    serve = started(start_shared, model, CPU)
+    serve = started(start_shared, model, SERVED)
     try:
         found = {name: ask(serve, parts) for name, parts in PROMPTS.items()}
         found["unlimited"] = ask(serve, PROMPTS["one image"], max_tokens=None)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from baton.protocol.requests import Sampling, StopConditions
 from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session, read_to_the_end
 from tests.real_sglang.engines import Bench, TestedEmbedder, TestedEngine
+from tests.real_sglang.hardware import HIDDEN, VECTOR_TOLERANCE, cores_of_ranks, needs_two, tiny_model
 from tests.real_sglang.test_generating import answer_of, work
 
 MASKED = 151936  # SGLang takes the mask token of the published SDAR models for granted
@@ -35,9 +35,7 @@ def bench() -> Iterator[Bench]:
 @pytest.fixture(scope="module")
 def diffusion_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random SDAR: its layers are Qwen3's, and only the way it is run differs."""
-    from tests.doubles.tiny_models import make_tiny_model
-
-    directory = make_tiny_model(
+    directory = tiny_model(
         tmp_path_factory.mktemp("sdar"), "qwen3", vocab_size=MASKED, num_hidden_layers=2, initializer_range=0.05
     )
     config = json.loads((directory / "config.json").read_text())
@@ -50,11 +48,11 @@ def test_embeddings_are_of_one_length_and_of_their_text(bench: Bench, tiny: Path
         session = await bench.session(lambda: TestedEmbedder(tiny))
         engine, info = session.engine, session.info
         assert engine.capabilities.embeddings
-        assert info.embedding_size == 48
+        assert info.embedding_size == HIDDEN
         texts = (tuple(range(5, 30)), tuple(range(60, 70)), tuple(range(5, 30)))
         vectors = await engine.embed(EmbedWork(request_id=new_request_id("test"), inputs=texts))
-        assert [len(vector) for vector in vectors] == [48] * 3
-        assert vectors[0] == pytest.approx(vectors[2], abs=1e-5)
+        assert [len(vector) for vector in vectors] == [HIDDEN] * 3
+        assert vectors[0] == pytest.approx(vectors[2], abs=VECTOR_TOLERANCE / 100)
         assert vectors[0] != pytest.approx(vectors[1], abs=1e-2)
         assert (info.vocab_size, info.max_prompt_tokens) == (300, 4089)
         with pytest.raises(Unsupported):
@@ -103,11 +101,12 @@ def test_a_diffusion_model_generates_and_is_aborted(bench: Bench, diffusion_mode
     bench.run(body(), 150)
 
 
+@needs_two
 @pytest.mark.timeout(300)
 def test_data_parallel_ranks_have_caches_of_their_own(
     bench: Bench, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{min(1, (os.cpu_count() or 1) - 1)}")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks())
 
     async def body() -> None:
         session = await bench.session(lambda: TestedEngine(tiny, "null", "--dp-size", "2"))

@@ -1,7 +1,6 @@
 """The real SGLang over two nodes, which are two workers on this machine: requests go to one, and it speaks for both."""
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,26 +11,21 @@ import psutil
 import pytest
 
 from baton.errors import EngineDead
-from tests.doubles.tiny_models import make_tiny_model
 from tests.e2e.harness import START_S, Cluster, Process, eventually, free_ports
-from tests.real_sglang.engines import Bench, TestedEngine
+from tests.real_sglang.engines import Bench, TestedEngine, shared_memory_of
+from tests.real_sglang.hardware import SERVED, cores_of_ranks, needs_cpu, needs_two, tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), needs_two]
 
 MODEL = "tiny"
-CPU = (
-    *("--", "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph"),
-    *("--disable-overlap-schedule", "--sampling-backend", "pytorch", "--max-total-tokens", "8192", "--sleep-on-idle"),
-    *("--nnodes", "2", "--tp-size", "2"),
-)
+TWO_NODES = ("--nnodes", "2", "--tp-size", "2")
 TWO_CACHES = ("--attn-dp-size", "2")  # each node has a rank, with a cache of its own; else they split one
-CORES = f"0|{min(1, (os.cpu_count() or 1) - 1)}"  # of each rank: SGLang asks where there are more ranks than sockets
 SETTINGS = {
     "BATON_START_TIMEOUT_S": "300",
     "BATON_CANARY_TIMEOUT_S": "60",
     "BATON_ROUTER": "kv",
     "OMP_NUM_THREADS": "1",
-    "SGLANG_CPU_OMP_THREADS_BIND": CORES,
+    "SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(),
 }
 FOLLOWER, LEADER = 0, 1
 PORTS = 8  # the one to meet at, and those that SGLang counts from there
@@ -45,7 +39,7 @@ class Nodes(Cluster):
     def __init__(self, directory: Path, model: Path, *more: str) -> None:
         self.meeting = f"127.0.0.1:{free_ports(PORTS)}"
         self.in_turn = more == TWO_CACHES
-        arguments = ("--model", str(model), "--name", MODEL, *CPU, *more)
+        arguments = ("--model", str(model), "--name", MODEL, *SERVED, *TWO_NODES, *more)
         super().__init__(directory, *arguments, engine="sglang", workers=2, settings=SETTINGS)
 
     def start_worker(self, number: int, *more: str) -> Process:
@@ -97,10 +91,6 @@ def ask(nodes: Nodes, prompt: str, **extension: Any) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("sglang")}
-
-
 def stop_one(nodes: Nodes, first: int) -> None:
     """Stop one node: it ends well, the other ends so that it is started again, and nothing of either is left."""
     family = nodes.family()
@@ -116,7 +106,7 @@ def test_the_leader_answers_and_speaks_for_both_and_its_end_is_the_followers(
     start: Callable[..., Nodes], tmp_path: Path
 ) -> None:
     # SGLang's Llama does not bear a rank that has nothing to do; its Qwen does.
-    nodes = start(Nodes, make_tiny_model(tmp_path, "qwen3", num_hidden_layers=2), *TWO_CACHES)
+    nodes = start(Nodes, tiny_model(tmp_path, "qwen3", num_hidden_layers=2), *TWO_CACHES)
     assert nodes.instances() == 1
     assert "as a follower" in nodes.log_of("worker-0")
     status, text = nodes.system("/control/cache/clear", FOLLOWER, b"{}")
@@ -133,14 +123,16 @@ def test_the_leader_answers_and_speaks_for_both_and_its_end_is_the_followers(
 
 
 def test_the_end_of_the_follower_is_the_leaders(start: Callable[..., Nodes], tiny: Path) -> None:
-    before = shared_memory()
     nodes = start(Nodes, tiny)
     prompt = "one cache, split between two nodes"
     assert [ask(nodes, prompt) for _ in range(2)] == [0, len(prompt) // 16 * 16]
+    made = shared_memory_of(nodes.family())
+    assert made
     stop_one(nodes, FOLLOWER)
-    assert shared_memory() <= before
+    assert not [path for path in made if path.exists()]
 
 
+@needs_cpu
 def test_a_follower_whose_processes_die_as_it_starts_is_started_again(
     bench: Bench, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

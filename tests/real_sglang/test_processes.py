@@ -16,7 +16,7 @@ from baton.engines.sglang.readings import EventSockets, Watch
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.testing.bounded import eventually
 from baton.testing.engine_session import Session, read_to_the_end
-from tests.real_sglang.engines import Bench, TestedEngine
+from tests.real_sglang.engines import Bench, TestedEngine, shared_memory_of
 from tests.real_sglang.peers import Peer
 from tests.real_sglang.test_generating import answer_of, work
 
@@ -34,24 +34,22 @@ def children() -> set[int]:
     return {child.pid for child in found if "resource_tracker" not in " ".join(child.cmdline())}
 
 
-def shared_memory() -> set[str]:
-    return {str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith("sglang")}
-
-
 def test_nothing_is_left_after_a_stop(
     bench: Bench, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before, known = children(), shared_memory()
+    before, known = children(), shared_memory_of([psutil.Process()])
 
     async def body() -> None:
         engine = TestedEngine(tiny, metrics=True)
         await engine.start()
         assert len(children() - before) >= 2
         assert "sglang:" in engine.metrics()
+        made = shared_memory_of([psutil.Process(), *psutil.Process().children(recursive=True)]) - known
+        assert made
         await engine.stop()
         assert children() == before
-        assert shared_memory() == known
+        assert not [path for path in made if path.exists()]
 
     bench.run(body(), 120)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,1 @@
+"""Stands in for IPython: SGLang imports two names of it, which only notebooks use."""
