@@ -48,7 +48,7 @@ START_TIMEOUT_S = 120.0
 END_POLLS = 20
 RESULTS = Path("bench/results")
 ENDED = re.compile(r"^(\S+ \S+) INFO baton\.request \S+ (prefill|decode) .* trace=(\S+)", re.MULTILINE)
-FETCHED = re.compile(r"^baton_transfer_seconds_total{.*} (\S+)$", re.MULTILINE)
+FETCHED = re.compile(r"^baton_transfer_seconds_sum{.*} (\S+)$", re.MULTILINE)
 
 Encode = Callable[[str], list[int]]
 

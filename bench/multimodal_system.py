@@ -63,9 +63,9 @@ class Deployment:
         )
         return Readings(
             encode_s=total(encoding, "baton_first_output_seconds_sum"),
-            transfer_s=total(computing, "baton_transfer_seconds_total"),
+            transfer_s=total(computing, "baton_transfer_seconds_sum"),
             transfer_bytes=total(computing, "baton_transfer_bytes_total"),
-            misses=total(computing, "baton_media_cache_total", 'result="miss"'),
+            misses=total(computing, "baton_media_cache_lookups_total", 'result="miss"'),
         )
 
     def pin_workers(self) -> None:

@@ -227,9 +227,9 @@ def left_behind(deployment: Deployment) -> dict[str, float]:
     end = time.monotonic() + SETTLE_S
     while True:
         held = {
-            "blocks": sum(system.metric("baton_engine_blocks", worker, use="used") for worker in deployment.workers),
-            "rooms": sum(system.metric("baton_rooms", worker) for worker in deployment.workers),
-            "requests": sum(system.metric("baton_in_flight", worker) for worker in deployment.workers),
+            "blocks": sum(system.metric("baton_engine_kv_blocks", worker, use="used") for worker in deployment.workers),
+            "rooms": sum(system.metric("baton_rooms_open", worker) for worker in deployment.workers),
+            "requests": sum(system.metric("baton_requests_in_flight", worker) for worker in deployment.workers),
         }
         if not any(held.values()) or time.monotonic() > end:
             return held
@@ -257,6 +257,7 @@ def run_layout(name: str, texts: Mapping[Question, str], flags: tuple[str, ...],
             layout=name,
             date=datetime.now(UTC).date().isoformat(),
             commit=git_commit(),
+            machine=machine_line(),
             requests=total,
             seconds=seconds,
             outcomes=dict(clients.tally.outcomes),
@@ -288,13 +289,19 @@ def _all_healthy(deployment: Deployment) -> None:
     eventually(lambda: _healthy(deployment), 120, "every worker is healthy")
 
 
+def machine_line() -> str:
+    """Return the machine in a few words."""
+    machine = describe_machine()
+    return f"{machine.cores} cores of {machine.cpu}"
+
+
 def write(runs: Mapping[str, Run], out: Path) -> None:
     """Write `runs`, and those of other layouts that are in the file already."""
     data = out.with_suffix(".json")
     earlier = msgspec.json.decode(data.read_bytes(), type=list[Run]) if data.exists() else []
     by_layout = {run.layout: run for run in earlier} | dict(runs)
     rows = [by_layout[name] for name in LAYOUTS if name in by_layout]
-    out.write_text(to_markdown(rows, describe_machine()))
+    out.write_text(to_markdown(rows))
     data.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
 
 

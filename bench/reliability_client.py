@@ -18,6 +18,7 @@ RETRY_AFTER_S = 1.0  # a client waits this long after an error
 SLOW_READ_BYTES, SLOW_PAUSE_S = 2048, 0.02
 # What a client may get while workers are killed: no worker can take the request, or its last one is gone.
 EXPECTED_ERRORS = (500, 503, 404)
+DEADLINE = 504  # nothing was lost, but nothing noticed for so long that the request could not be answered
 
 
 class Received(NamedTuple):
@@ -132,6 +133,9 @@ class Clients:
             return "completed"
         if kind == "cancelled":
             return "cancelled"
+        if received.error == DEADLINE:
+            self.tally.hung += 1
+            return f"error: {received.error}"
         if received.error not in EXPECTED_ERRORS:
             self.tally.wrong.append(f"{kind}: {received}: neither a text nor an error")
             return "wrong"

@@ -2,8 +2,6 @@
 
 import msgspec
 
-from bench.result_files import Machine
-
 EXPECTED_ENDS = ("completed", "cancelled", "refused")
 
 
@@ -13,6 +11,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     date: str
     commit: str
+    machine: str
     requests: int
     seconds: float
     outcomes: dict[str, int]
@@ -63,15 +62,14 @@ that has served.
 """
 
 
-def to_markdown(runs: list[Run], machine: Machine) -> str:
+def to_markdown(runs: list[Run]) -> str:
     """Return the page for `bench/results/`."""
     rows = [_row(run) for run in runs]
     return "\n".join(
         [
             "# Reliability",
             "",
-            f"{machine.cores} cores of {machine.cpu}, Python {machine.python}."
-            f' `make reliability ARGS="--requests {max(run.requests for run in runs)}"`.',
+            f'`make reliability ARGS="--requests {max(run.requests for run in runs)}"`.',
             "",
             CONDITIONS,
             "| " + " | ".join(rows[0]) + " |",
@@ -98,7 +96,7 @@ def _row(run: Run) -> dict[str, str]:
         "longest gap, s": f"{run.longest_gap_s:.1f}",
         "faults": ", ".join(f"{count} {name}" for name, count in sorted(run.faults.items())),
         "seconds": f"{run.seconds:.0f}",
-        "measured": f"{run.date}, {run.commit}",
+        "measured": f"{run.date}, {run.commit}, {run.machine}",
     }
 
 
