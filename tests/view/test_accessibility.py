@@ -29,8 +29,8 @@ def deployment() -> Iterator[FakeThread]:
 def test_a_page_has_no_violation(deployment: FakeThread, open_page: Callable[..., Any], path: str, theme: str) -> None:
     if not AXE.exists():
         pytest.skip(f"{AXE} is missing; make test-view installs it with npm")
-    # The page allows scripts of its own server only; the test adds one.
-    page = open_page(deployment.url, path, color_scheme=theme, bypass_csp=True)
+    # The page allows scripts of its own server only; the test adds one. Nothing that fades in has its colours yet.
+    page = open_page(deployment.url, path, color_scheme=theme, reduced_motion="reduce", bypass_csp=True)
     if path == "requests":
         page.locator(".requests tbody tr .open").first.click()
         page.locator(".waterfall").wait_for()

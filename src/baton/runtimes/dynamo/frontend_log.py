@@ -23,6 +23,8 @@ _TARGETS = tuple(f"dynamo_llm::http::service::{name}" for name in ("openai", "an
 _MARKS = (b'"diagnostic":"Some(', b"backend asserted status", b"Internal server error: ")
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARN", "ERROR", "OFF")
 _ASSERTED = re.compile(r"(?:backend asserted status \d+|Internal server error): (?!backend asserted)(.*)", re.DOTALL)
+# Of an error that a prefill worker gave before its decode worker did.
+_PREFILL = re.compile(r"Prefill execution failed: Prefill router returned error in output stream: \w+: ")
 _ESCAPE = re.compile(r"\\u\{([0-9a-f]+)\}|\\(.)")
 _SHORT = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
 
@@ -129,6 +131,7 @@ def _reason(entry: dict[str, object]) -> str | None:
 
 def _message_in(text: str) -> str:
     """Return the message of an error that the worker gave with a status, and other texts unchanged."""
+    text = _PREFILL.sub("", text, count=1)
     if text.startswith("{"):
         with contextlib.suppress(ValueError):
             content = json.loads(text)

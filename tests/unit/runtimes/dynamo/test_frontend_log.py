@@ -68,6 +68,18 @@ def test_reasons_are_found_by_the_id_of_the_request_and_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ('Unavailable: {\\"message\\":\\"deadline_exceeded: too long\\",\\"code\\":503}', "deadline_exceeded: too long"),
+        ("Disconnected: peer_lost: the decode worker is gone", "peer_lost: the decode worker is gone"),
+    ],
+)
+def test_the_error_of_a_prefill_worker_is_the_reason(error: str, reason: str) -> None:
+    text = f"Prefill execution failed: Prefill router returned error in output stream: {error}"
+    assert run([failure("a", f'Some("{text}")')], "a")[0] == [reason]
+
+
+@pytest.mark.parametrize(
     ("log", "shown"), [("error", False), ("x=debug", False), ("debug", True), ("x=off,trace", True)]
 )
 def test_lines_with_reasons_are_shown_if_the_filter_asks_for_them(log: str, shown: bool) -> None:
