@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(serve: Serve) -> list[str]:
-    """Return the answers to the skewed traffic, one after the other: balancedness of a pass depends on what is in it."""
+    """Return the answers to the skewed traffic, sent one after the other: what shares a pass changes its balance."""
 
     def answer(prompt: str) -> str:
         done = serve.client().completions.create(model="moe", prompt=prompt, max_tokens=2, temperature=0.0)

@@ -70,7 +70,7 @@ def test_reasons_are_found_by_the_id_of_the_request_and_not_shown() -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        ('Unavailable: {\\"message\\":\\"deadline_exceeded: too long\\",\\"code\\":503}', "deadline_exceeded: too long"),
+        ('Unavailable: {\\"message\\":\\"deadline_exceeded: late\\",\\"code\\":503}', "deadline_exceeded: late"),
         ("Disconnected: peer_lost: the decode worker is gone", "peer_lost: the decode worker is gone"),
     ],
 )
