@@ -1,9 +1,9 @@
-"""`python -m bench.timelines`: what recording timelines costs, with the ring on and off in the same run.
+"""`python -m bench.timelines`: what recording timelines costs.
 
-Two equal systems run at the same time; short loads are sent to one and then the other, in turn, and which of them is
-first alternates. So other load on the machine affects both alike. CPU time per token is the figure that other load
-disturbs least. It differs by some percent from one start of a process to the next, so both start again in each round.
-With `--instructions` it counts instructions instead, which differ less. Speed is reported, never asserted.
+CPU time per token differs by some percent from one start of a process to the next, more than recording costs. So one
+system runs, and recording is switched in its processes between short loads: on, off, off, on. The two loads without
+recording, compared with each other, show the noise. Both figures are medians over many such turns and several starts.
+With `--instructions` it counts instructions instead. Speed is reported, never asserted.
 """
 
 import argparse
@@ -11,19 +11,20 @@ import datetime
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from bench.instructions import PROCESSES, count_instructions
+from bench.load import LoadSpec
 from bench.path import FLAT_OUT_MS, PACED_MS, Plan, load_spec, measure
 from bench.systems import LAUNCHES, Launch, RunningSystem, Setup, Site, SystemFailed, running
 
-ON, OFF = "recorded", "unrecorded"
-SECONDS = 2.0
+SWITCHED = Path(__file__).parent / "recording_switch"
+SECONDS = 1.0
 REQUESTS = 50
 
 
@@ -42,45 +43,86 @@ LOADS = {
 }
 
 
-class Pair(msgspec.Struct, kw_only=True, frozen=True):
-    """Microseconds of CPU per token of both systems, and their tokens per second, in one round."""
+class Turn(msgspec.Struct, kw_only=True, frozen=True):
+    """Microseconds of CPU per token, and tokens per second, of the loads of one turn."""
 
     load: str
     streams: int
-    on_us: float
-    off_us: float
+    on_us: tuple[float, float]
+    off_us: tuple[float, float]
     on_rate: float
     off_rate: float
     foreign_cores: float
 
+    @property
+    def ratio(self) -> float:
+        """The cost with recording over that without it."""
+        return sum(self.on_us) / sum(self.off_us)
 
-def systems(load: Load) -> dict[str, Callable[[Setup, Site], list[Launch]]]:
-    """Return how the system of a load is started with the ring on, and off."""
-    launches = LAUNCHES[load.system]
-
-    def unrecorded(setup: Setup, site: Site) -> list[Launch]:
-        return [Launch(each.argv, each.env | {"BATON_TIMELINE_REQUESTS": "0"}) for each in launches(setup, site)]
-
-    return {ON: launches, OFF: unrecorded}
+    @property
+    def noise(self) -> float:
+        """The cost of two equal loads without recording, the later over the earlier."""
+        return self.off_us[1] / self.off_us[0]
 
 
-def run(names: Sequence[str], rounds: int, tokens: int) -> list[Pair]:
-    """Measure each load in `rounds` rounds. Both systems start again in each, in turns which of them first."""
+class Switch:
+    """Whether the processes of a system record the requests that arrive."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.write_bytes(b"\1")
+
+    def launches(self, name: str) -> Callable[[Setup, Site], list[Launch]]:
+        """Return how the system `name` of `bench.path` is started so that the switch affects it."""
+        variables = {"RECORDING_SWITCH": str(self._path), "PYTHONPATH": str(SWITCHED)}
+        return lambda setup, site: [Launch(each.argv, each.env | variables) for each in LAUNCHES[name](setup, site)]
+
+    def set(self, on: bool) -> None:
+        """Record from now on, or do not."""
+        with self._path.open("r+b") as file:
+            file.write(b"\1" if on else b"\0")
+
+
+def run(names: Sequence[str], starts: int, turns: int, tokens: int) -> list[Turn]:
+    """Measure each load in `turns` turns on each of `starts` systems."""
     plan = Plan(flat_s=SECONDS)
-    pairs: list[Pair] = []
-    for number in range(rounds):
-        order = (ON, OFF) if number % 2 else (OFF, ON)
+    done: list[Turn] = []
+    for _ in range(starts):
         for name in names:
             load = LOADS[name]
-            with ExitStack() as stack:
-                setup, launches = plan.setup(load.pace_ms), systems(load)
-                both = {each: stack.enter_context(running(each, setup, launches)) for each in order}
-                for each in both.values():  # warm
-                    measure(each, load_spec(plan, each, load.streams[0]), "stream", 0)
-                for count in load.streams:
-                    asked = order if number // 2 % 2 else order[::-1]
-                    pairs.append(_measure(plan, both, asked, name, count, tokens, number))
-    return pairs
+            with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+                switch = Switch(Path(folder) / "recording")
+                with running(
+                    load.system, plan.setup(load.pace_ms), {load.system: switch.launches(load.system)}
+                ) as system:
+                    measure(system, load_spec(plan, system, max(load.streams)), "stream", 0)  # warm
+                    for streams in load.streams:
+                        spec = msgspec.structs.replace(load_spec(plan, system, streams), tokens=tokens)
+                        done += [_turn(system, switch, spec, name) for _ in range(turns)]
+    return done
+
+
+def _turn(system: RunningSystem, switch: Switch, spec: LoadSpec, load: str) -> Turn:
+    costs: dict[bool, list[float]] = {True: [], False: []}
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    foreign = 0.0
+    for on in (True, False, False, True):
+        switch.set(on)
+        cell = measure(system, spec, "stream", 0)
+        if not cell.load.tokens:
+            raise SystemFailed(f"{system.name} returned no tokens: {cell.load.errors}")
+        costs[on].append(sum(cell.cpu_s.values()) * 1e6 / cell.load.tokens)
+        rates[on].append(cell.load.tokens / cell.load.duration_s)
+        foreign = max(foreign, cell.foreign_cores)
+    return Turn(
+        load=load,
+        streams=spec.streams,
+        on_us=(costs[True][0], costs[True][1]),
+        off_us=(costs[False][0], costs[False][1]),
+        on_rate=statistics.mean(rates[True]),
+        off_rate=statistics.mean(rates[False]),
+        foreign_cores=foreign,
+    )
 
 
 class Count(msgspec.Struct, kw_only=True, frozen=True):
@@ -144,71 +186,48 @@ def counts_to_markdown(counts: Sequence[Count], requests: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measure(
-    plan: Plan,
-    both: Mapping[str, RunningSystem],
-    order: Sequence[str],
-    load: str,
-    streams: int,
-    tokens: int,
-    number: int,
-) -> Pair:
-    cost: dict[str, float] = {}
-    rate: dict[str, float] = {}
-    foreign = 0.0
-    for name in order:
-        spec = msgspec.structs.replace(load_spec(plan, both[name], streams), tokens=tokens)
-        cell = measure(both[name], spec, "stream", number)
-        if not cell.load.tokens:
-            raise SystemFailed(f"{name} returned no tokens: {cell.load.errors}")
-        cost[name] = sum(cell.cpu_s.values()) * 1e6 / cell.load.tokens
-        rate[name] = cell.load.tokens / cell.load.duration_s
-        foreign = max(foreign, cell.foreign_cores)
-    return Pair(
-        load=load,
-        streams=streams,
-        on_us=cost[ON],
-        off_us=cost[OFF],
-        on_rate=rate[ON],
-        off_rate=rate[OFF],
-        foreign_cores=foreign,
-    )
-
-
-def to_markdown(pairs: Sequence[Pair], tokens: int) -> str:
-    """Return a table with the medians, and of the ratios of each round the median and the quartiles."""
+def to_markdown(turns: Sequence[Turn], tokens: int) -> str:
+    """Return a table with the medians, and the quartiles of the ratios of all turns."""
     lines = [
         "# Cost of timelines",
         "",
         f"`python -m bench.timelines`, {datetime.date.today()}, {platform.processor() or platform.machine()},"
-        f" echo engine, {tokens} tokens a request. Two `baton serve` run at the same time, one with"
-        " `--timeline-requests 0`; loads alternate. A ratio above 1 means that recording costs more.",
+        f" echo engine, {tokens} tokens a request. CPU time of all processes of a `baton serve`, in which recording is"
+        " switched between loads: on, off, off, on. A ratio above 1 means that recording costs more; noise is the ratio"
+        " of the two loads without it.",
         "",
-        "| load | streams | CPU us/token on | off | ratio (quartiles) | tok/s on | off | ratio | rounds | other load,"
-        " cores |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| load | streams | CPU us/token on | off | ratio (quartiles) | noise (quartiles) | tok/s off/on | turns |"
+        " other load, cores |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for key in dict.fromkeys((pair.load, pair.streams) for pair in pairs):
-        lines.append(_row(key, [pair for pair in pairs if (pair.load, pair.streams) == key]))
-    every = [pair.on_us / pair.off_us for pair in pairs]
-    lines += ["", f"All rounds together: CPU per token {statistics.median(every):.3f} times that without recording."]
+    for key in dict.fromkeys((turn.load, turn.streams) for turn in turns):
+        lines.append(_row(key, [turn for turn in turns if (turn.load, turn.streams) == key]))
+    lines += [
+        "",
+        f"All turns together: ratio {_quartiles([turn.ratio for turn in turns])},"
+        f" noise {_quartiles([turn.noise for turn in turns])}.",
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _row(key: tuple[str, int], pairs: Sequence[Pair]) -> str:
+def _row(key: tuple[str, int], turns: Sequence[Turn]) -> str:
     load, streams = key
-    ratios = [pair.on_us / pair.off_us for pair in pairs]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    rates = statistics.median(pair.off_rate / pair.on_rate for pair in pairs)
-    middle = {
-        name: statistics.median(getattr(pair, name) for pair in pairs)
-        for name in ("on_us", "off_us", "on_rate", "off_rate", "foreign_cores")
-    }
+    on_us, off_us = (statistics.median(sum(each) / 2 for each in times) for times in _times(turns))
+    rates = statistics.median(turn.off_rate / turn.on_rate for turn in turns)
+    foreign = statistics.median(turn.foreign_cores for turn in turns)
     return (
-        f"| {load} | {streams} | {middle['on_us']:.2f} | {middle['off_us']:.2f} | {statistics.median(ratios):.3f}"
-        f" ({quartiles[0]:.3f} to {quartiles[2]:.3f}) | {middle['on_rate']:.0f} | {middle['off_rate']:.0f} |"
-        f" {rates:.3f} | {len(pairs)} | {middle['foreign_cores']:.1f} |"
+        f"| {load} | {streams} | {on_us:.2f} | {off_us:.2f} | {_quartiles([turn.ratio for turn in turns])} |"
+        f" {_quartiles([turn.noise for turn in turns])} | {rates:.3f} | {len(turns)} | {foreign:.1f} |"
     )
+
+
+def _times(turns: Sequence[Turn]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    return [turn.on_us for turn in turns], [turn.off_us for turn in turns]
+
+
+def _quartiles(ratios: Sequence[float]) -> str:
+    first, middle, third = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return f"{middle:.3f} ({first:.3f} to {third:.3f})"
 
 
 def _write(path: Path, results: object, text: str) -> None:
@@ -220,7 +239,8 @@ def _write(path: Path, results: object, text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.timelines", description=__doc__)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help="which loads to measure")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3, help="how often the systems start again")
+    parser.add_argument("--turns", type=int, default=4, help="turns of each load on each of these systems")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each request")
     parser.add_argument("--instructions", action="store_true", help="count instructions, with valgrind (slow)")
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
@@ -230,8 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counts = count(options.rounds, REQUESTS)
         _write(options.out / "timelines-instructions", counts, counts_to_markdown(counts, REQUESTS))
     else:
-        pairs = run(options.loads, options.rounds, options.tokens)
-        _write(options.out / "timelines", pairs, to_markdown(pairs, options.tokens))
+        turns = run(options.loads, options.rounds, options.turns, options.tokens)
+        _write(options.out / "timelines", turns, to_markdown(turns, options.tokens))
     return 0
 
 
