@@ -187,7 +187,7 @@ def test_connections_between_the_workers_are_cut(pair: Pair, texts: dict[Questio
     # The frontend leaves a worker alone for some seconds when two attempts of one request overlap there: 503, or 404
     # while it lists no worker at all.
     load.bad(503, 404)
-    assert cut > 4
+    assert cut >= 4
     assert pair.ended("failed") > failed
     assert pair.serve.worker(0).pid == process.pid
     assert_nothing_held(pair.serve, prefill=1)

@@ -84,7 +84,7 @@ def test_the_kv_cache_is_described_and_shared_only_when_exported(model: Path) ->
                     assert mapped[start : start + kv.block_bytes] == read_block(kv, blocks[1])[plane]
                     assert any(mapped[start : start + kv.block_bytes])
 
-    run_bounded(body())
+    run_bounded(body(), 60)  # the step for a CPU is compiled first, if it is not yet
 
 
 def test_stop_closes_the_file_of_the_kv_cache(model: Path) -> None:

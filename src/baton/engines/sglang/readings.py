@@ -128,8 +128,8 @@ class EventSockets:
 
     def close(self) -> None:
         """Close the sockets. Idempotent."""
-        self.sockets = {}
         self._context.destroy(linger=0)
+        self.sockets = {}
 
     def _open(self, ranks: tuple[int, ...], given: str | None) -> None:
         if not ranks:
