@@ -1,5 +1,6 @@
 """The Triton kernels compute what plain torch does, in float32 and for every layout of the cache."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +11,14 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engines.torch.gpu.attention import DecodeScratch, decode, prefill, tile_tokens
+from baton.engines.torch.gpu.attention import (
+    DecodeScratch,
+    can_read_rows,
+    decode,
+    prefill,
+    prefill_uncached,
+    tile_tokens,
+)
 from baton.engines.torch.gpu.fused import add_norm, gate, rotate_and_store
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,6 +105,50 @@ def test_prefill_attends_to_cached_and_new_keys(
         torch.testing.assert_close(out[token], expected, atol=1e-5, rtol=1e-5)
 
 
+@settings(max_examples=2 if DEVICE.type == "cpu" else 100, deadline=None)
+@given(
+    shape=st.sampled_from([shape for shape in SHAPES if can_read_rows(shape[2])]),
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    unit=st.sampled_from([1, 1, 4, 8]),
+    seed=st.integers(0, 1000),
+)
+def test_prefill_of_whole_prompts_reads_no_cache(
+    shape: tuple[int, int, int], lengths: list[int], unit: int, seed: int
+) -> None:
+    heads, kv_heads, head_dim = shape
+    lengths = [-(-length // unit) * unit for length in lengths]
+    numbers = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(sum(lengths), heads + 2 * kv_heads, head_dim, generator=numbers).to(DEVICE)
+    expected, tiles, first = [], [], 0
+    for length in lengths:
+        q, k, v = qkv[first : first + length].transpose(0, 1).split((heads, kv_heads, kv_heads))
+        index = torch.arange(length, device=DEVICE)
+        mask = index[None, :] < (index[:, None] // unit + 1) * unit
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=0) for x in (k, v))
+        expected.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1))
+        most = tile_tokens(heads, kv_heads)
+        tiles += [[first + at, min(most, length - at), length, unit] for at in range(0, length, most)]
+        first += length
+    out = torch.full_like(qkv[:, :heads], torch.nan)
+    described = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
+    indexes = integers([index for length in lengths for index in range(length)])
+    prefill_uncached(qkv, heads, indexes, described, out)
+    torch.testing.assert_close(out, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_not_finite_stays_in_its_sequence() -> None:
+    qkv = torch.randn(14, 4, 16, device=DEVICE)
+    q, k, v = qkv[:5].transpose(0, 1).split((2, 1, 1))
+    expected = F.scaled_dot_product_attention(q, *(x.repeat(2, 1, 1) for x in (k, v)), is_causal=True).transpose(0, 1)
+    qkv[5:] = torch.nan
+    out = torch.full_like(qkv[:, :2], 7)
+    tiles = torch.tensor([[0, 5, 5, 1], [5, 9, 9, 1]], dtype=torch.int32, device=DEVICE)
+    with np.errstate(invalid="ignore"):  # of the interpreter
+        prefill_uncached(qkv, 2, integers([*range(5), *range(9)]), tiles, out)
+    torch.testing.assert_close(out[:5], expected, atol=1e-5, rtol=1e-5)
+    assert out[5:].isnan().all()
+
+
 @pytest.mark.parametrize("width", [48, 42, 1100])
 def test_norm_of_a_sum(width: int) -> None:
     x, added = torch.randn(2, 5, width, device=DEVICE)
@@ -156,7 +208,7 @@ def test_rotary_positions_and_cache(spatial: bool, normed: bool, head_dim: int) 
         indexes,
         size,
     )
-    torch.testing.assert_close(found, rotated[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, torch.cat((*rotated, v), dim=1), atol=1e-5, rtol=1e-5)
     places = torch.stack([cache.slots[0][7], cache.slots[0][8], cache.slots[1][4]]).to(DEVICE)
     torch.testing.assert_close(cache.keys[places], rotated[1], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(cache.values[places], v)

@@ -4,16 +4,20 @@ A cache is [slots, KV heads, head size], `size` slots to a block. `tables` has t
 [rows, blocks]. Queries are [tokens, heads, head size]; `rows` and `indexes` give the table row and the position in its
 sequence of each token, whose key is in the cache already.
 
-All query heads of a KV head are rows of the same product. In decoding, the keys of a sequence are divided among several
-programs, whose results a second kernel joins; a division depends on the length as data, so a captured graph has it too.
+All query heads of a KV head are rows of the same product. Prompts of which nothing is cached are read from the tensor
+that the pass has computed, in whole rows, which Hopper GPUs copy without a thread. In decoding, the keys of a sequence
+are divided among several programs, whose results a second kernel joins; a division depends on the length as data, so a
+captured graph has it too.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _LOG2_E = 1.4426950408889634
 _LEAST_ROWS = 16  # of a product of tensor cores
@@ -190,6 +194,14 @@ def tile_tokens(heads: int, kv_heads: int) -> int:
     return max(1, _TILE_ROWS // (heads // kv_heads))
 
 
+class _PrefillShape(NamedTuple):
+    """Keys of one product, and warps and stages that fit the registers and the shared memory."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
 def prefill(
     q: Tensor,
     keys: Tensor,
@@ -208,7 +220,7 @@ def prefill(
     """
     _, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
-    keys_at_once, warps, stages = _prefill_shape(head_dim, q.dtype)
+    shape = _cached_shape(head_dim, q.dtype)
     _prefill_tile[(kv_heads, len(tiles))](
         q,
         keys,
@@ -228,19 +240,73 @@ def prefill(
         HEAD_PADDED=triton.next_power_of_2(max(head_dim, 16)),
         SIZE=size,
         ROWS=max(_TILE_ROWS, triton.next_power_of_2(heads // kv_heads)),
-        KEYS=keys_at_once,
+        KEYS=shape.keys,
         LARGE=keys.numel() >= _INT32,  # offsets of 64 bits take registers that the sums need
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
     )
 
 
+def prefill_uncached(qkv: Tensor, heads: int, indexes: Tensor, tiles: Tensor, out: Tensor) -> None:
+    """Write the attention of whole prompts, or of their beginnings, to `out`, as `prefill` does.
+
+    `qkv` has the rotated queries and keys of the tokens and their values, [tokens, heads + 2 KV heads, head size].
+    `can_read_rows` says for which models.
+    """
+    tokens, every, head_dim = qkv.shape
+    kv_heads = (every - heads) // 2
+    flat = qkv.view(tokens, every * head_dim)
+    shape = _uncached_shape(head_dim, qkv.dtype)
+    _prefill_uncached_tile[(kv_heads, len(tiles))](
+        flat,
+        TensorDescriptor.from_tensor(flat, [shape.keys, head_dim]),
+        indexes,
+        tiles,
+        out,
+        _LOG2_E * head_dim**-0.5,
+        flat.stride(0),
+        out.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD=head_dim,
+        ROWS=max(_TILE_ROWS, triton.next_power_of_2(heads // kv_heads)),
+        KEYS=shape.keys,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+
+
+def can_read_rows(head_dim: int) -> bool:
+    """Whether `prefill_uncached` can be used: heads are read as whole rows of a power of two."""
+    return head_dim >= _LEAST_ROWS and head_dim & (head_dim - 1) == 0
+
+
 @functools.cache
-def _prefill_shape(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return keys of a product, warps and stages that fit the registers and the shared memory."""
+def _cached_shape(head_dim: int, dtype: torch.dtype) -> _PrefillShape:
     if dtype == torch.float32 or head_dim > 128:
-        return 32, 8, 2
-    return 64, 4, 3
+        return _PrefillShape(32, 8, 2)
+    return _PrefillShape(64, 4, 3)
+
+
+@functools.cache
+def _uncached_shape(head_dim: int, dtype: torch.dtype) -> _PrefillShape:
+    if dtype == torch.float32 or head_dim > 128:
+        return _PrefillShape(32, 8, 2)
+    return _PrefillShape(128, 8, 3)
+
+
+@triton.jit
+def _add_keys(query, key, value, peak, total, sum_, position, limits, scale, MASKED: tl.constexpr):
+    """Add keys, [head size, keys], and values to the sums of all rows; a row sees positions before its limit."""
+    score = tl.dot(query, key, input_precision="ieee")
+    if MASKED:
+        score = tl.where(position[None, :] < limits[:, None], score, -float("inf"))
+    next_peak = tl.maximum(peak, tl.max(score, 1) * scale)
+    weight = tl.exp2(score * scale - next_peak[:, None])
+    fade = tl.exp2(peak - next_peak)
+    total = total * fade + tl.sum(weight, 1)
+    sum_ = tl.dot(weight.to(value.dtype), value, sum_ * fade[:, None], input_precision="ieee")
+    return next_peak, total, sum_
 
 
 @triton.jit
@@ -284,15 +350,7 @@ def _prefill_keys(
     else:
         key = tl.load(key_at, mask=inside[:, None], other=0.0)
         value = tl.load(value_at, mask=inside[None, :], other=0.0)
-    score = tl.dot(query, key, input_precision="ieee")
-    if MASKED:
-        score = tl.where(position[None, :] < limits[:, None], score, -float("inf"))
-    next_peak = tl.maximum(peak, tl.max(score, 1) * scale)
-    weight = tl.exp2(score * scale - next_peak[:, None])
-    fade = tl.exp2(peak - next_peak)
-    total = total * fade + tl.sum(weight, 1)
-    sum_ = tl.dot(weight.to(value.dtype), value, sum_ * fade[:, None], input_precision="ieee")
-    return next_peak, total, sum_
+    return _add_keys(query, key, value, peak, total, sum_, position, limits, scale, MASKED)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tables", "rows", "indexes", "tiles"])
@@ -382,5 +440,51 @@ def _prefill_tile(
             KEYS,
             LARGE,
         )
+    result = (sum_ / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + place[:, None] * out_stride + head[:, None] * HEAD + dim[None, :], result, mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["indexes", "tiles"])
+def _prefill_uncached_tile(
+    qkv,
+    blocks,
+    indexes,
+    tiles,
+    out,
+    scale,
+    stride,
+    out_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(0)
+    # The last tiles of a prompt have the most keys: they begin first.
+    tile = tiles + (tl.num_programs(1) - 1 - tl.program_id(1)) * 4
+    first, count, end, unit = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    start = tl.load(indexes + first)
+    row, dim, near = tl.arange(0, ROWS), tl.arange(0, HEAD), tl.arange(0, KEYS)
+    number = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    mask = (number < count)[:, None]
+    limits = tl.minimum(((start + tl.where(number < count, number, 0)) // unit + 1) * unit, end)
+    place = (first + number).to(tl.int64)
+    query = tl.load(qkv + place[:, None] * stride + head[:, None] * HEAD + dim[None, :], mask=mask, other=0.0)
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sum_ = tl.zeros([ROWS, HEAD], tl.float32)
+    prompt = first - start  # the row of its first token
+    key_at, value_at = (HEADS + kv_head) * HEAD, (HEADS + KV_HEADS + kv_head) * HEAD
+    seen_by_all, stop = tl.min(limits, 0) // KEYS * KEYS, tl.max(limits, 0)
+    for at in range(0, seen_by_all, KEYS):
+        key, value = blocks.load([prompt + at, key_at]), blocks.load([prompt + at, value_at])
+        peak, total, sum_ = _add_keys(query, key.T, value, peak, total, sum_, at + near, limits, scale, False)
+    for at in range(seen_by_all, stop, KEYS):
+        key, value = blocks.load([prompt + at, key_at]), blocks.load([prompt + at, value_at])
+        value = tl.where((at + near < stop)[:, None], value, 0.0)  # rows of other sequences may not be finite
+        peak, total, sum_ = _add_keys(query, key.T, value, peak, total, sum_, at + near, limits, scale, True)
     result = (sum_ / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + place[:, None] * out_stride + head[:, None] * HEAD + dim[None, :], result, mask=mask)

@@ -76,10 +76,10 @@ def rotate_and_store(
     indexes: Tensor,
     size: int,
 ) -> Tensor:
-    """Rotate queries and keys to their positions, write keys and values to the cache, and return the queries.
+    """Rotate queries and keys to their positions in `qkv`, and write keys and values to the cache.
 
     `positions` are [tokens], or [3, tokens] with `sections` of each direction. `norms` are those of queries and keys.
-    The queries are a view of `qkv`, which is changed in place.
+    Returns a view of `qkv`, [tokens, heads + 2 KV heads, head size].
     """
     tokens, kv_heads, head_dim = len(qkv), keys.shape[1], keys.shape[2]
     every = heads + 2 * kv_heads
@@ -113,7 +113,7 @@ def rotate_and_store(
         SPATIAL=spatial,
         num_warps=4,
     )
-    return qkv.view(tokens, every, head_dim)[:, :heads]
+    return qkv.view(tokens, every, head_dim)
 
 
 @triton.jit(
@@ -175,8 +175,8 @@ def _rotate_and_store(
     place = position.to(tl.int64) * HALF + dim
     c, s = tl.load(cos + place, mask=inside, other=0.0), tl.load(sin + place, mask=inside, other=0.0)
     rotated_low, rotated_high = (a * c - b * s).to(low.dtype), (b * c + a * s).to(low.dtype)
-    tl.store(at, rotated_low, mask=is_query & inside)
-    tl.store(at + HALF, rotated_high, mask=is_query & inside)
+    tl.store(at, rotated_low, mask=(is_query | is_key) & inside)
+    tl.store(at + HALF, rotated_high, mask=(is_query | is_key) & inside)
     index = tl.load(indexes + token)
     block = tl.load(tables + tl.load(rows + token).to(tl.int64) * table_stride + index // SIZE)
     slot = (block.to(tl.int64) * SIZE + index % SIZE) * slot_stride

@@ -130,8 +130,8 @@ class DecodeGraphs:
         if tiles is not None:
             tiles = tiles.clone()
             tiles[:, 2] = indexes[tiles[:, 2]] + tiles[:, 3]
-            return self._model.forward(PagedStep(tokens, rows, indexes, positions, tiles, 0)), None
-        hidden = self._model.forward(PagedStep(tokens, rows, indexes, positions, None, len(tokens)))
+            return self._model.forward(PagedStep(tokens, rows, indexes, positions, tiles, 0, 0)), None
+        hidden = self._model.forward(PagedStep(tokens, rows, indexes, positions, None, 0, len(tokens)))
         logits = self._model.logits(hidden)
         peaks, best = find_peaks(logits)
         self._last.index_copy_(0, rows.long(), best.to(torch.int32))

@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from baton.engines.torch.embedded_rows import MediaRows
+from baton.engines.torch.gpu.attention import can_read_rows, tile_tokens
 from baton.engines.torch.gpu.model import PagedStep
 from baton.engines.torch.gpu.tables import BlockTables
 from baton.engines.torch.gpu.transfers import to_device
+from baton.engines.torch.models.config import LlamaConfig
 from baton.engines.torch.scheduler import Batch, Chunk
 from baton.engines.torch.step_inputs import rotary_positions
+
+_Tile = tuple[int, int, int, int]
+"""See `attention.prefill`."""
 
 
 class PreparedStep(NamedTuple):
@@ -24,11 +29,12 @@ class PreparedStep(NamedTuple):
 
 
 class PagedInputs:
-    """Makes the inputs of one model. A tile of prompts has at most `tile` tokens."""
+    """Makes the inputs of one model."""
 
-    def __init__(self, tables: BlockTables, tile: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: LlamaConfig, tables: BlockTables, dtype: torch.dtype, device: torch.device) -> None:
         self._tables = tables
-        self._tile = tile
+        self._tile = tile_tokens(config.heads, config.kv_heads)
+        self._reads_rows = can_read_rows(config.head_dim)
         self._device = device
         self._media_rows = MediaRows(dtype, device)
 
@@ -42,7 +48,8 @@ class PagedInputs:
         tokens = list(chain.from_iterable(map(_tokens, chunks)))
         indexes = _indexes(chunks)
         positions = _rotary(chunks, indexes)
-        tiles = self._tiles(chunks[: len(chunks) - len(single)])
+        uncached, cached = self._tiles(chunks[: len(chunks) - len(single)])
+        tiles = uncached + cached
         row_of = dict(zip((chunk.sequence for chunk in chunks), numbers, strict=True))
         parts = [
             np.array(tokens),
@@ -61,23 +68,29 @@ class PagedInputs:
             indexes=views[2],
             positions=views[3] if len(positions) == 1 else views[3].view(3, -1),
             tiles=views[6].view(-1, 4) if tiles else None,
+            uncached=len(uncached),
             decodes=len(single),
             embedded=self._embedded(batch.prefills),
         )
         return PreparedStep(step, views[4], views[5])
 
-    def _tiles(self, chunks: list[Chunk]) -> list[tuple[int, int, int, int]]:
-        """Cut chunks into tiles; those of a longer prompt follow each other."""
-        tiles: list[tuple[int, int, int, int]] = []
+    def _tiles(self, chunks: list[Chunk]) -> tuple[list[_Tile], list[_Tile]]:
+        """Cut chunks into tiles: those with keys of the pass alone, and those that need cached ones.
+
+        Those of a longer prompt follow each other.
+        """
+        uncached: list[_Tile] = []
+        cached: list[_Tile] = []
         first = 0
         for chunk in chunks:
             end, unit = chunk.start + chunk.length, chunk.sequence.unit
+            tiles = uncached if self._reads_rows and chunk.start == 0 else cached
             tiles += [
                 (first + start, min(self._tile, chunk.length - start), end, unit)
                 for start in range(0, chunk.length, self._tile)
             ]
             first += chunk.length
-        return tiles
+        return uncached, cached
 
     def _embedded(self, prefills: list[Chunk]) -> list[tuple[int, Tensor]]:
         found: list[tuple[int, Tensor]] = []

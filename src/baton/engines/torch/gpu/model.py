@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
-from baton.engines.torch.gpu.attention import DecodeScratch, decode, prefill
+from baton.engines.torch.gpu.attention import DecodeScratch, decode, prefill, prefill_uncached
 from baton.engines.torch.gpu.fused import add_norm, gate, rotate_and_store
 from baton.engines.torch.models.config import LlamaConfig
 from baton.engines.torch.models.llama import Layer, Weights, network
@@ -19,8 +19,8 @@ class PagedStep(NamedTuple):
 
     `rows` are rows of the block tables and `indexes` the places of tokens in their sequences. `positions` are [tokens],
     or [3, tokens] in time, height and width. The last `decodes` tokens are each the newest of a sequence; the `tiles`
-    (see `attention.prefill`) have all others. `embedded` are rows of media, each with the token from which on they
-    replace embeddings.
+    (see `attention.prefill`) have all others; the first `uncached` of them have only keys that the pass computes.
+    `embedded` are rows of media, each with the token from which on they replace embeddings.
     """
 
     tokens: Tensor
@@ -28,6 +28,7 @@ class PagedStep(NamedTuple):
     indexes: Tensor
     positions: Tensor
     tiles: Tensor | None
+    uncached: int
     decodes: int
     embedded: Sequence[tuple[int, Tensor]] = ()
 
@@ -87,7 +88,7 @@ class PagedLlama:
     def _attend(self, layer: Layer, qkv: Tensor, keys: Tensor, values: Tensor, step: PagedStep) -> Tensor:
         config, tables, size = self._config, self._tables, self._size
         norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
-        q = rotate_and_store(
+        qkv = rotate_and_store(
             qkv,
             config.heads,
             step.positions,
@@ -104,8 +105,11 @@ class PagedLlama:
             size,
         )
         out = torch.empty(len(qkv), config.heads, config.head_dim, dtype=qkv.dtype, device=qkv.device)
-        if step.tiles is not None:
-            prefill(q, keys, values, tables, step.rows, step.indexes, step.tiles, size, out)
+        q = qkv[:, : config.heads]
+        if step.uncached and step.tiles is not None:
+            prefill_uncached(qkv, config.heads, step.indexes, step.tiles[: step.uncached], out)
+        if step.tiles is not None and step.uncached < len(step.tiles):
+            prefill(q, keys, values, tables, step.rows, step.indexes, step.tiles[step.uncached :], size, out)
         if step.decodes:
             last = slice(len(qkv) - step.decodes, None)
             rows, indexes = step.rows[last], step.indexes[last]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engines.torch.gpu.attention import tile_tokens
+from baton.engines.torch.gpu.attention import can_read_rows, tile_tokens
 from baton.engines.torch.gpu.graphs import TOKEN_ON_DEVICE, Decoded, DecodeGraphs, bucket
 from baton.engines.torch.gpu.inputs import PagedInputs
 from baton.engines.torch.gpu.model import PagedLlama, PagedStep
@@ -72,8 +72,8 @@ class GpuStep:
         self._model = PagedLlama(
             config, weights, kv, *angles, self._tables.tensor, cache.block, bucket(max_running), dispatch
         )
+        self._inputs = PagedInputs(config, self._tables, kv.dtype, device)
         tile = tile_tokens(config.heads, config.kv_heads)
-        self._inputs = PagedInputs(self._tables, tile, kv.dtype, device)
         self._graphs = (
             DecodeGraphs(self._model, self._last, self._tables.spare_row, tile) if device.type == "cuda" else None
         )
@@ -85,7 +85,8 @@ class GpuStep:
         row, zero = torch.full((2,), self._tables.spare_row), torch.zeros(2)
         tokens, rows, indexes = torch.stack((zero, row, torch.arange(2))).to(torch.int32).to(self._device)
         tiles = torch.tensor([[0, 2, 2, 1]], dtype=torch.int32, device=self._device)
-        self._model.forward(PagedStep(tokens, rows, indexes, indexes, tiles, 0))
+        for uncached in {0, int(can_read_rows(self._config.head_dim))}:
+            self._model.forward(PagedStep(tokens, rows, indexes, indexes, tiles, uncached, 0))
         if self._graphs is not None and self._config.diffusion is None:
             self._graphs.capture(self._max_running)
 
