@@ -16,7 +16,8 @@ from baton.config.engines import TorchOptions
 from baton.engines.torch.engine import TorchEngine
 from baton.errors import Cancelled, ConfigError, EngineFailed, InvalidRequest
 from baton.ports.engine import Work
-from baton.protocol.events import KvStored
+from baton.protocol.commands import Pause
+from baton.protocol.events import KvStored, LoadSnapshot
 from baton.protocol.ids import new_request_id
 from baton.protocol.outputs import Finished, FinishReason, TokenDelta
 from baton.protocol.requests import GuidedDecoding, Sampling, StopConditions
@@ -220,6 +221,27 @@ def test_a_cancelled_abort_still_ends_its_request(directory: Path) -> None:
                 await read_to_the_end(stream)
             assert len(await generate(engine, work())) == 12
             assert engine.progress().waiting == engine.progress().running == 0
+
+    run(body)
+
+
+def test_an_abort_ends_the_choices_that_go_on_after_another_has_ended(directory: Path) -> None:
+    """The stream of a client that has left fails before its request is aborted; a choice may end between the two."""
+
+    async def body() -> None:
+        async with started(directory) as engine:
+            (short, long), _ = await answer(engine, work(400, n=2, temperature=1.5, seed=1))
+            stop = next(index for index, token in enumerate(short) if token not in long)
+            conditions = StopConditions(ignore_eos=True, stop_token_ids=[short[stop]])
+            asked = work(400, n=2, temperature=1.5, seed=1, stop=conditions)
+            steps = engine.progress().steps
+            engine.submit(asked).fail(Cancelled("the client has left"))
+            await eventually(lambda: engine.progress().steps > steps + stop + 1)
+            await engine.execute(Pause(mode="keep"))
+            await engine.abort(asked.request_id)
+            await engine.execute(Pause(mode="keep"))  # what the abort has changed is reported before it returns
+            load = await anext(reading async for reading in engine.readings() if isinstance(reading, LoadSnapshot))
+            assert (load.running, load.used_blocks) == (0, 0)
 
     run(body)
 

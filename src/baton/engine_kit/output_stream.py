@@ -72,7 +72,12 @@ class OutputStream:
     @property
     def ended(self) -> bool:
         """Whether nothing more can be written."""
-        return self._open == 0 or self._error is not None
+        return self.finished or self._error is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended, and none with an error."""
+        return self._open == 0
 
     def progressed(self, progress: PromptProgress) -> None:
         """Add what the engine has done with the prompt. Wakes no reader; what exceeds `MAX_PROGRESS` is dropped."""

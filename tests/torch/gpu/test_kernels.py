@@ -168,6 +168,13 @@ def test_gate(width: int) -> None:
     torch.testing.assert_close(gate(both), F.silu(first) * second)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter has no limit, and takes minutes")
+def test_gate_of_more_rows_than_a_gpu_has_programs_in_all_but_one_direction() -> None:
+    both = torch.randn(65536, 2 * 16, device=DEVICE)
+    first, second = both.chunk(2, dim=-1)
+    torch.testing.assert_close(gate(both), F.silu(first) * second)
+
+
 @pytest.mark.parametrize("spatial", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 18])

@@ -362,7 +362,7 @@ class TorchEngine:
 
     def _finish(self, request_id: RequestId, stream: OutputStream, end: Finished) -> None:
         stream.finish(end.reason, end.index, end.stop_reason, end.cached_tokens)
-        if stream.ended:
+        if stream.finished:  # after an error other choices may go on, until the request is aborted
             del self._streams[request_id]
             if isinstance(self._handoffs.get(request_id), Consume):
                 del self._handoffs[request_id]

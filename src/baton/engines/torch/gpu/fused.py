@@ -46,13 +46,14 @@ def gate(gate_up: Tensor) -> Tensor:
     """Return silu of the first half of each row times the second half."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _gate[(triton.cdiv(width, _WIDE), rows)](gate_up, out, width, WIDE=_WIDE, num_warps=4)
+    # Rows come first: a GPU takes no more than 65535 programs in any other direction.
+    _gate[(rows, triton.cdiv(width, _WIDE))](gate_up, out, width, WIDE=_WIDE, num_warps=4)
     return out
 
 
 @triton.jit
 def _gate(gate_up, out, width, WIDE: tl.constexpr):
-    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     inside = column < width
     first = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
