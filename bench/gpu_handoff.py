@@ -35,8 +35,7 @@ PLANES, BLOCK_BYTES, BLOCK_TOKENS = 64, 32 << 10, 16
 PROMPTS = (128, 1024, 8192)
 BLOCKS = 2 * max(PROMPTS) // BLOCK_TOKENS
 SHAPE = KvShape(model="bench", dtype="bfloat16", layers=32, kv_heads=8, head_dim=128, block_size=BLOCK_TOKENS)
-DIRECT = "nixl without error handling"
-TRANSPORTS = ("shm", "nixl on torch's memory", "nixl on a region", DIRECT, "tcp")
+TRANSPORTS = ("shm", "nixl on torch's memory", "nixl on a region", "tcp")
 SECRET = b"0123456789abcdef"
 LIMIT_S = 120.0
 # A slow transport makes fewer rounds: no more begin after this.
@@ -82,18 +81,13 @@ class _Array:
         }
 
 
-def _prepare(transport: str, value: int) -> Cache:
-    nixl.BACKEND_OPTIONS = {"ucx_error_handling_mode": "none"} if transport == DIRECT else {}
-    return Cache(transport not in (TRANSPORTS[1], DIRECT), value)
-
-
 def produce(parent: Connection, transport: str) -> None:
     """The main function of the producing process."""
     asyncio.run(_produce(parent, transport))
 
 
 async def _produce(parent: Connection, transport: str) -> None:
-    cache = _prepare(transport, 7)
+    cache = Cache(transport != TRANSPORTS[1], 7)
     try:
         if transport == "tcp":
             await _serve_tcp(parent, cache)
@@ -140,7 +134,7 @@ async def measure(parent: Connection, transport: str, rounds: int) -> list[dict[
     if isinstance(started, str):
         raise PeerLost(started)
     memory, details, port = started
-    cache = _prepare(transport, 1)
+    cache = Cache(transport != TRANSPORTS[1], 1)
     client = _client(transport, cache)
     ticket = Ticket(host="127.0.0.1", port=port, room=1, secret=SECRET)
     began = time.perf_counter()

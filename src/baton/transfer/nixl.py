@@ -48,9 +48,6 @@ POLL_INTERVAL_S = 0.0001
 # Wake-up interval of NIXL's progress thread, which answers peers; with 0 it would keep a core busy.
 PROGRESS_INTERVAL_US = 1000
 CANCEL_TIMEOUT_S = 1.0
-# Of NIXL's UCX backend. With `ucx_error_handling_mode` none UCX reads memory of a GPU of the same machine directly, and
-# not over TCP, but it does not notice that a peer has ended. There the transport `shm` reads it directly.
-BACKEND_OPTIONS: dict[str, str] = {}
 
 
 class NixlDetails(msgspec.Struct, frozen=True):
@@ -226,7 +223,7 @@ class Agent:
         config.pthrDelay = PROGRESS_INTERVAL_US
         try:
             self._native = self._nixl.nixlAgent(self.name, config)
-            self._native.createBackend("UCX", BACKEND_OPTIONS)
+            self._native.createBackend("UCX", {})
             kind, device = self._place(memory)
             self._registered = self._nixl.nixlRegDList(kind, [(memory.address, memory.nbytes, device, b"kv")])
             self._native.registerMem(self._registered, [])

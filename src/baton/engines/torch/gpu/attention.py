@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 _LOG2_E = 1.4426950408889634
 _LEAST_ROWS = 16  # of a product of tensor cores
 _TILE_ROWS = 128
+_MOST_HEAD = 128  # numbers of a head for `prefill_uncached`
 _DECODE_KEYS = 64
 _LEAST_TILES = 2  # of keys for one program
 _PROGRAMS = 1024  # that fill a large GPU
@@ -256,7 +257,7 @@ def prefill_uncached(qkv: Tensor, heads: int, indexes: Tensor, tiles: Tensor, ou
     tokens, every, head_dim = qkv.shape
     kv_heads = (every - heads) // 2
     flat = qkv.view(tokens, every * head_dim)
-    shape = _uncached_shape(head_dim, qkv.dtype)
+    shape = _uncached_shape(qkv.dtype)
     _prefill_uncached_tile[(kv_heads, len(tiles))](
         flat,
         TensorDescriptor.from_tensor(flat, [shape.keys, head_dim]),
@@ -277,8 +278,8 @@ def prefill_uncached(qkv: Tensor, heads: int, indexes: Tensor, tiles: Tensor, ou
 
 
 def can_read_rows(head_dim: int) -> bool:
-    """Whether `prefill_uncached` can be used: heads are read as whole rows of a power of two."""
-    return head_dim >= _LEAST_ROWS and head_dim & (head_dim - 1) == 0
+    """Whether `prefill_uncached` can be used: rows of a power of two that fit the shared memory, in float32 too."""
+    return _LEAST_ROWS <= head_dim <= _MOST_HEAD and head_dim & (head_dim - 1) == 0
 
 
 @functools.cache
@@ -288,11 +289,8 @@ def _cached_shape(head_dim: int, dtype: torch.dtype) -> _PrefillShape:
     return _PrefillShape(64, 4, 3)
 
 
-@functools.cache
-def _uncached_shape(head_dim: int, dtype: torch.dtype) -> _PrefillShape:
-    if dtype == torch.float32 or head_dim > 128:
-        return _PrefillShape(32, 8, 2)
-    return _PrefillShape(128, 8, 3)
+def _uncached_shape(dtype: torch.dtype) -> _PrefillShape:
+    return _PrefillShape(32, 8, 2) if dtype == torch.float32 else _PrefillShape(64, 8, 3)
 
 
 @triton.jit
