@@ -38,9 +38,11 @@ class AnswerWriter:
     def write_head(self, request: Request, status: int, headers: Headers, length: int | None) -> None:
         """See `Writer`."""
         self._edge.counts.answered(request.route, status)
-        if length is not None:
+        if status == 204:  # has no body, and must not say so
+            pass
+        elif length is not None:
             headers.append((b"content-length", b"%d" % length))
-        elif request.http11 and status != 204:
+        elif request.http11:
             headers.append((b"transfer-encoding", b"chunked"))
             self._chunked = True
         else:
