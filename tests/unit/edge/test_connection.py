@@ -43,6 +43,30 @@ async def test_connections_on_both_sides_are_used_again() -> None:
         assert s.frontend.connections <= 2  # one of them for the list of models
 
 
+@pytest.mark.parametrize(("size", "status", "is_kept"), [(200_000, 415, False), (100, 415, True), (200_000, 200, True)])
+@on_uvloop
+async def test_a_connection_on_which_a_large_body_was_refused_is_not_used_again(
+    size: int, status: int, is_kept: bool
+) -> None:
+    async with stage() as s:
+        ends: list[asyncio.StreamWriter] = []
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            ends.append(writer)
+            writer.write(whole(status, b"{}"))
+
+        s.frontend.reply = reply
+        client = await s.connect()
+        client.send(post(CHAT, b" " * size))
+        assert (await client.answer())[0] == status
+        client.send(get("/live"))
+        await client.answer()
+        if is_kept:
+            assert not ends[0].is_closing()
+        else:
+            await eventually(ends[0].is_closing)
+
+
 @on_uvloop
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with stage() as s:
