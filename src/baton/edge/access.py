@@ -164,19 +164,21 @@ class Access:
         return [(b"vary", b"Origin")]
 
     def preflight_headers(self, route: Route, request: Request) -> Headers | None:
-        """Return the headers of the answer to a preflight request, None if it is none or from another origin."""
-        if request.header(b"access-control-request-method") is None:
-            return None
-        headers = self.cors_headers(request)
-        if not headers or headers[0][0] != b"access-control-allow-origin":
+        """Return what the answer to a preflight request has besides `cors_headers`.
+
+        None if the request is none, or from an origin that is not allowed.
+        """
+        if request.header(b"access-control-request-method") is None or not self._allows(request.header(b"origin")):
             return None
         asked = request.header(b"access-control-request-headers") or b"authorization, content-type"
         return [
-            *headers,
             (b"access-control-allow-methods", ", ".join(route.methods).encode()),
             (b"access-control-allow-headers", asked),
             (b"access-control-max-age", b"%d" % PREFLIGHT_MAX_AGE_S),
         ]
+
+    def _allows(self, origin: bytes | None) -> bool:
+        return bool(origin) and (self._any_origin or origin in self._origins)
 
     def _check_control(self, request: Request) -> Problem | None:
         key = _given_key(request)

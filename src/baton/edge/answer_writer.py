@@ -16,14 +16,17 @@ _LAST_CHUNK = b"0\r\n\r\n"
 
 
 class AnswerWriter:
-    """The `Writer` that exchanges get. `ended` is called after each answer that is complete."""
+    """The `Writer` that exchanges get. `ended` is called after each answer that is complete, `broken` after another."""
 
-    __slots__ = ("_chunked", "_edge", "_ended", "_out", "_skips_body", "_transport", "closes")
+    __slots__ = ("_broken", "_chunked", "_edge", "_ended", "_out", "_skips_body", "_transport", "closes")
 
-    def __init__(self, edge: "Edge", transport: asyncio.Transport, ended: Callable[[], None]) -> None:
+    def __init__(
+        self, edge: "Edge", transport: asyncio.Transport, ended: Callable[[], None], broken: Callable[[], None]
+    ) -> None:
         self._edge = edge
         self._transport: asyncio.Transport | None = transport
         self._ended: Callable[[], None] | None = ended
+        self._broken: Callable[[], None] | None = broken
         self._out: list[bytes] = []
         self._chunked = False
         self._skips_body = False
@@ -32,15 +35,17 @@ class AnswerWriter:
 
     def detach(self) -> None:
         """The connection is lost: write nothing more, and refer to nothing of it."""
-        self._transport = self._ended = None
+        self._transport = self._ended = self._broken = None
         self._out.clear()
 
     def write_head(self, request: Request, status: int, headers: Headers, length: int | None) -> None:
         """See `Writer`."""
         self._edge.counts.answered(request.route, status)
-        if length is not None:
+        if status == 204:  # has no body, and must not say so
+            pass
+        elif length is not None:
             headers.append((b"content-length", b"%d" % length))
-        elif request.http11 and status != 204:
+        elif request.http11:
             headers.append((b"transfer-encoding", b"chunked"))
             self._chunked = True
         else:
@@ -86,8 +91,8 @@ class AnswerWriter:
     def break_off(self) -> None:
         """See `Writer`."""
         self.flush()
-        if self._transport is not None:
-            self._transport.close()
+        if self._broken is not None:
+            self._broken()
 
     def _end(self) -> None:
         self.flush()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from baton.edge.errors import FieldError
 from baton.edge.routes import Json
 
 Blocks = list[dict[str, object]]
@@ -33,7 +34,7 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
 
 def as_chat(request: CountTokensRequest) -> list[Json]:
-    """Return the messages in OpenAI's format."""
+    """Return the messages in OpenAI's format. Raises FieldError."""
     system: list[Json] = [] if request.system is None else [{"role": "system", "content": _text(request.system)}]
     return system + [each for message in request.messages for each in _messages(message)]
 
@@ -59,9 +60,11 @@ def _of_type(blocks: Blocks, kind: str) -> Blocks:
 
 
 def _text(content: object) -> str:
-    """Return the text of a content; the frontend joins its blocks without anything between them."""
+    """Return the text of a content; the frontend joins its blocks without anything between them. Raises FieldError."""
     if not isinstance(content, list):
         return str(content or "")
+    if not all(isinstance(block, dict) for block in content):
+        raise FieldError("messages", "Invalid 'messages': the blocks of a content are objects.", code="invalid_type")
     return "".join(str(block.get("text", "")) for block in content if block.get("type") == "text")
 
 

@@ -48,10 +48,12 @@ class ClientConnection(asyncio.Protocol):
         "_admitted",
         "_body",
         "_body_bytes",
+        "_body_timeout_s",
         "_client_sends",
         "_edge",
         "_exchange",
         "_framing_bytes",
+        "_has_completed",
         "_head_bytes",
         "_owes_continue",
         "_parser",
@@ -75,8 +77,11 @@ class ClientConnection(asyncio.Protocol):
         self._request: Request | None = None
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._body_timeout_s = 0.0
         self._head_bytes = 0
         self._framing_bytes = 0
+        self._has_completed = False
+        """Whether a request has ended within what was read last."""
         self._queue: list[Request] = []
         self._exchange: Exchange | None = None
         self._started_at = 0.0
@@ -117,7 +122,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._writer.closes = True
         if self.awaits_head and self._request is None:
-            self._transport.close()
+            self._close()
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -128,8 +133,8 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-        self._writer = AnswerWriter(self._edge, self._transport, self._answered)
-        self._set_deadline(self._edge.limits.head_timeout_s)
+        self._writer = AnswerWriter(self._edge, self._transport, self._answered, self._close)
+        self.deadline = self._edge.now() + self._edge.limits.head_timeout_s
         if not self._edge.add(self):
             message = "the server has no connection left; try again"
             self._refuse_rest(Problem(status=503, message=message, code="overloaded", retry_after_s=1))
@@ -137,6 +142,7 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._reading is Reading.NOTHING:
             return
+        self._has_completed = False
         before = self._body_bytes if self._reading is Reading.BODY else 0
         try:
             self._parser.feed_data(data)
@@ -150,8 +156,9 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse_rest(Problem(status=400, message=f"the request is not valid HTTP: {error}", code="bad_http"))
         else:
-            self._bound_head(len(data))
-            self._bound_framing(len(data) - (self._body_bytes - before))
+            if not self._has_completed:  # all of the data belongs to the request in progress
+                self._bound_head(len(data))
+                self._bound_framing(len(data) - (self._body_bytes - before))
 
     def eof_received(self) -> bool:
         """Keep the connection for an answer that needs no computing; otherwise the client has left."""
@@ -163,6 +170,7 @@ class ClientConnection(asyncio.Protocol):
             return True
         if self._exchange is not None:
             self.abort()
+        self._close()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -180,13 +188,13 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._paused_writing = True
-        self._set_deadline(self._edge.limits.stall_timeout_s)
+        self._renew_deadline()
         if self._exchange is not None:
             self._exchange.pause()
 
     def resume_writing(self) -> None:
         self._paused_writing = False
-        self.deadline = math.inf
+        self._renew_deadline()
         if self._exchange is not None:
             self._exchange.resume()
         else:
@@ -199,8 +207,7 @@ class ClientConnection(asyncio.Protocol):
             raise RefusedHead(Problem(status=400, message="too many requests are sent ahead", code="bad_http"))
         self._request = Request()
         self._head_bytes = 0
-        if self._exchange is None:
-            self._set_deadline(self._edge.limits.head_timeout_s)
+        self._renew_deadline()
 
     def on_url(self, url: bytes) -> None:
         assert self._request is not None
@@ -227,10 +234,10 @@ class ClientConnection(asyncio.Protocol):
         if parser.should_upgrade():
             return
         length = self._edge.heads.check(request, request.query, parser.get_http_version())
-        if self._exchange is None:
-            limits = self._edge.limits
-            self._set_deadline(limits.body_timeout_s + (length or 0) / limits.body_bytes_per_s)
-        if request.header(b"expect") is not None:
+        limits = self._edge.limits
+        self._body_timeout_s = limits.body_timeout_s + (length or 0) / limits.body_bytes_per_s
+        self._renew_deadline()
+        if request.http11 and request.header(b"expect") is not None:
             self._expect(request)
         elif request.problem is not None and (length is None or length > _SMALL_BODY):
             raise RefusedHead(request.problem)
@@ -253,6 +260,7 @@ class ClientConnection(asyncio.Protocol):
             request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body.clear()
         self._request = None
+        self._has_completed = True
         self._owes_continue = False
         self._reading = Reading.HEAD
         self._queue.append(request)
@@ -309,9 +317,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _read_on(self) -> None:
         assert self._transport is not None
-        if self._request is None:
-            self._set_deadline(self._edge.limits.idle_timeout_s)
-        elif self._owes_continue:
+        self._renew_deadline()
+        if self._owes_continue:
             self._owes_continue = False
             self._transport.write(_CONTINUE)
         if self._paused_reading:
@@ -323,18 +330,38 @@ class ClientConnection(asyncio.Protocol):
         self._queue.clear()
         assert self._transport is not None
         if self._request is None or not self._client_sends or not self._transport.can_write_eof():
-            self._transport.close()
+            self._close()
             return
         self._reading = Reading.NOTHING
         self._transport.write_eof()
-        self._set_deadline(self._edge.limits.linger_timeout_s)
+        self._renew_deadline()
+
+    def _close(self) -> None:
+        """Close the connection when the client has read what is written."""
+        if self._transport is not None:
+            self._transport.close()
+            self._renew_deadline()
 
     def _leave(self) -> None:
         if self._admitted is not None:
             self._admitted.leave()
             self._admitted = None
 
-    def _set_deadline(self, after_s: float) -> None:
+    def _renew_deadline(self) -> None:
+        """Give what the connection waits for now all of its time."""
+        limits = self._edge.limits
+        if self._paused_writing or self._transport is None or self._transport.is_closing():
+            after_s = limits.stall_timeout_s
+        elif self._exchange is not None:
+            after_s = math.inf
+        elif self._reading is Reading.NOTHING:
+            after_s = limits.linger_timeout_s
+        elif self._request is None:
+            after_s = limits.idle_timeout_s
+        elif self._reading is Reading.HEAD:
+            after_s = limits.head_timeout_s
+        else:
+            after_s = self._body_timeout_s
         self.deadline = self._edge.now() + after_s
 
     # Requests that are refused before they are complete.
@@ -348,6 +375,7 @@ class ClientConnection(asyncio.Protocol):
             assign_id(request)
         self._request = request
         self._body.clear()
+        self._owes_continue = False
         self._reading = Reading.NOTHING
         self._queue.append(request)
         if self._exchange is None:

@@ -425,8 +425,9 @@ def prepared_body(route: Route, body: bytes) -> Prepared:
 def decode_object(body: bytes) -> Json:
     """Return the JSON object in `body`. Raises FieldError."""
     try:
-        return msgspec.json.decode(body, type=Json)
-    except msgspec.ValidationError:
-        raise FieldError(None, "the body must be a JSON object") from None
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise FieldError(None, f"the body is not valid JSON: {error}") from None
+    if not isinstance(decoded, dict):
+        raise FieldError(None, "the body must be a JSON object")
+    return decoded

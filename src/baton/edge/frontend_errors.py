@@ -43,8 +43,16 @@ def problem_from_frontend(path: str, status: int, body: bytes, reason: str | Non
 
 
 def has_error_event(data: bytes) -> bool:
-    """Whether some event in `data` may be an error. Quotes within strings are escaped, so text cannot look like one."""
-    return b'data: {"error"' in data or b"event: error" in data or b'data: {"type":"error"' in data
+    """Whether some whole event in `data` is an error.
+
+    Quotes and line ends within strings are escaped, so text cannot look like one.
+    """
+    return (
+        b'data: {"error"' in data
+        or b'data: {"type":"error"' in data
+        or b"\nevent: error" in data
+        or data.startswith(b"event: error")
+    )
 
 
 def rewrite_error_events(data: bytes, style: Style, request_id: str, reason: str | None) -> bytes:

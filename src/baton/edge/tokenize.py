@@ -141,7 +141,7 @@ def _rendered(tokenizer: HubTokenizer, asked: TokenizeRequest) -> str:
 def _decode(body: bytes, kind: type[Kind]) -> Kind:
     try:
         decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise FieldError(None, f"The body is not valid JSON: {error}", code="invalid_json") from None
     try:
         return msgspec.convert(decoded, kind)

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 IDLE_S = 10.0
 """Below the 30 s after which the frontend may close an idle connection, so that no request meets the close."""
 CONNECT_TIMEOUT_S = 5.0
+LARGE_BODY = 64 * 1024
+"""The frontend may refuse a body above this without reading all of it, and closes the connection then."""
 RECEIVE_BYTES = 64 * 1024
 SEGMENT_BYTES = 8 * 1024
 """Bound what the kernel holds of an answer that is not read, and so how much of it a worker computes for nobody. The
@@ -63,6 +65,7 @@ class UpstreamConnection(asyncio.Protocol):
     __slots__ = (
         "_complete",
         "_has_head",
+        "_has_large_body",
         "_headers",
         "_keep_alive",
         "_parser",
@@ -82,6 +85,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self._headers: Headers = []
         self._pieces: list[bytes] = []
+        self._has_large_body = False
         self._has_head = False
         self._streams = False
         """Whether the receiver has the head."""
@@ -95,10 +99,15 @@ class UpstreamConnection(asyncio.Protocol):
         """Send a request; `receiver` gets the answer."""
         assert self._transport is not None
         self._receiver = receiver
+        self._has_large_body = len(body) > LARGE_BODY
         if body:
             self._transport.writelines((head, body))
         else:
             self._transport.write(head)
+
+    def is_closing(self) -> bool:
+        """Whether the connection is being closed, by either end."""
+        return self._transport is None or self._transport.is_closing()
 
     def is_established(self) -> bool:
         """Whether the frontend's end has acknowledged a request, so that it exists."""
@@ -116,12 +125,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Stop reading the answer."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not self.is_closing():
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read on."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not self.is_closing():
             self._transport.resume_reading()
 
     # The transport's callbacks.
@@ -195,7 +204,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
-        self._keep_alive = self._parser.should_keep_alive()
+        is_refused = self._has_large_body and self._parser.get_status_code() >= 400
+        self._keep_alive = self._parser.should_keep_alive() and not is_refused
 
 
 class UpstreamPool:
@@ -218,7 +228,10 @@ class UpstreamPool:
 
     def take(self) -> UpstreamConnection | None:
         """Return a connection that nobody uses, None if there is none."""
-        return self._idle.pop() if self._idle else None
+        while self._idle:
+            if not (connection := self._idle.pop()).is_closing():
+                return connection
+        return None
 
     def connect(self, opened: "Opened") -> asyncio.Task[None]:
         """Open a connection and pass it to `opened`; cancel the task to give it up."""

@@ -150,6 +150,7 @@ class Client:
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
             first, *lines = head.rstrip().split("\r\n")
             headers = {name: value for name, _, value in (line.partition(": ") for line in lines)}
+            assert len(headers) == len(lines), f"a header that is there twice: {lines}"
             body = b""
             if not has_body:
                 pass

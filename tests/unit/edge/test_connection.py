@@ -43,6 +43,30 @@ async def test_connections_on_both_sides_are_used_again() -> None:
         assert s.frontend.connections <= 2  # one of them for the list of models
 
 
+@pytest.mark.parametrize(("size", "status", "is_kept"), [(200_000, 415, False), (100, 415, True), (200_000, 200, True)])
+@on_uvloop
+async def test_a_connection_on_which_a_large_body_was_refused_is_not_used_again(
+    size: int, status: int, is_kept: bool
+) -> None:
+    async with stage() as s:
+        ends: list[asyncio.StreamWriter] = []
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            ends.append(writer)
+            writer.write(whole(status, b"{}"))
+
+        s.frontend.reply = reply
+        client = await s.connect()
+        client.send(post(CHAT, b" " * size))
+        assert (await client.answer())[0] == status
+        client.send(get("/live"))
+        await client.answer()
+        if is_kept:
+            assert not ends[0].is_closing()
+        else:
+            await eventually(ends[0].is_closing)
+
+
 @on_uvloop
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with stage() as s:
@@ -296,6 +320,56 @@ async def test_a_slow_request_is_ended(data: bytes, status: int) -> None:
         client.send(data)
         assert (await client.answer())[0] == status
         assert await client.closed() == b""
+
+
+@pytest.mark.parametrize(
+    "part", ["GET /live HTTP/1.1\r\nHost:", "POST /live HTTP/1.1\r\nContent-Length: 9\r\nHost: a\r\n\r\n"]
+)
+@on_uvloop
+async def test_half_a_request_behind_another_is_ended(part: str) -> None:
+    async with stage(limits=EdgeLimits(head_timeout_s=0.1, body_timeout_s=0.1)) as s:
+        client = await s.connect()
+        client.send(post(CHAT, b"{}") + part.encode())
+        assert (await client.answer())[0] == 200
+        assert (await client.answer())[0] in (405, 408)
+        assert await client.closed() == b""
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+@on_uvloop
+async def test_a_client_that_never_reads_the_end_of_its_answer_is_closed(is_complete: bool) -> None:
+    async with stage(limits=EdgeLimits(stall_timeout_s=0.1)) as s:
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            answer = EVENTS_HEAD + chunk(b"data: " + b"x" * 110_000 + b"\n\n")
+            writer.write(answer + b"0\r\n\r\n" if is_complete else answer)
+            await writer.drain()
+            writer.close()
+
+        s.frontend.reply = reply
+        client = await s.connect(receive_buffer=4096)
+        client.writer.transport.pause_reading()
+        client.send(post(CHAT, b"{}", "Connection: close"))
+        await eventually(lambda: s.frontend.received)
+        await eventually(lambda: s.edge.counts.connections == 0)
+
+
+@on_uvloop
+async def test_a_head_behind_a_large_body_is_not_taken_for_a_large_head() -> None:
+    async with stage(limits=EdgeLimits(head_bytes=4096)) as s:
+        client = await s.connect()
+        client.send(post(CHAT, b"[" + b"1," * 20_000 + b"1]") + b"GET /live HTTP/1.1\r\nHost:")
+        assert (await client.answer())[0] == 200
+        client.send(b" a\r\n\r\n")
+        assert (await client.answer())[0] == 200
+
+
+@on_uvloop
+async def test_a_client_of_http_1_0_is_not_asked_for_a_body() -> None:
+    async with stage() as s:
+        client = await s.connect()
+        client.send(f"POST {CHAT} HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        assert (await client.answer())[0] == 200
 
 
 @on_uvloop

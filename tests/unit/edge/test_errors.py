@@ -104,6 +104,18 @@ async def test_an_error_event_is_rewritten_wherever_the_network_cuts_it(cut: int
         assert json.loads(error.removeprefix(b"data: ")) == {"error": expected}
 
 
+@pytest.mark.parametrize("text", ["event: error", "\nevent: error\n", 'data: {"error"', 'data: {"type":"error"'])
+@on_uvloop
+async def test_a_text_that_reads_like_an_error_event_passes_unchanged(text: str) -> None:
+    async with stage() as s:
+        deltas = [{"type": "response.output_text.delta", "delta": text}, {"choices": [{"delta": {"content": text}}]}]
+        sent = b"".join(b"event: delta\ndata: %b\n\n" % msgspec.json.encode(delta) for delta in deltas)
+        s.frontend.reply = answering(EVENTS_HEAD + chunk(sent) + b"0\r\n\r\n")
+        client = await s.connect()
+        client.send(post("/v1/responses", b"{}"))
+        assert (await client.answer())[2] == sent
+
+
 @on_uvloop
 async def test_an_unknown_model_is_named_with_those_that_are_served() -> None:
     async with stage() as s:
