@@ -112,8 +112,8 @@ def _address(worker: str) -> str:
 
 def _generated_token(address: str) -> str | None:
     """Return the token of a worker of this user and machine that was given none; None if there is none."""
-    url = urllib.parse.urlsplit(address)
     try:
+        url = urllib.parse.urlsplit(address)
         return find_token(control_directory(), url.hostname or "", url.port or 80)
     except (ValueError, ConfigError):  # not a URL, which the request says, or no home directory
         return None
@@ -185,9 +185,9 @@ def _send(url: str, method: str, body: bytes | None, token: str | None) -> bytes
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    request = urllib.request.Request(url, data=body, headers=headers, method=method)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
+        request = urllib.request.Request(url, data=body, headers=headers, method=method)
         with direct.open(request, timeout=TIMEOUT_S) as response:
             return cast(bytes, response.read())
     except urllib.error.HTTPError as error:

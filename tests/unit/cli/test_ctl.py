@@ -159,6 +159,8 @@ def test_an_unreachable_worker_is_an_error() -> None:
     result = CliRunner().invoke(ctl, ["1", "status"])
     assert result.exit_code == 1
     assert "cannot reach http://127.0.0.1:1" in result.stderr
+    broken = CliRunner().invoke(ctl, ["http://[::1", "status"])
+    assert (broken.exit_code, broken.stderr.startswith("baton: cannot reach http://[::1/")) == (1, True)
 
 
 def test_a_refusal_prints_the_workers_message() -> None:
