@@ -1,5 +1,6 @@
 """How workers and the whole system leave, fail, freeze and come back, and that clients notice as little as possible."""
 
+import re
 import signal
 import stat
 import threading
@@ -265,6 +266,24 @@ def test_a_frontend_that_dies_is_replaced(start: Callable[..., Serve]) -> None:
     status, _ = serve.post(CHAT, body("Hello", 4))
     assert status == 200
     serve.stop()
+
+
+def test_with_port_0_serve_finds_a_port_and_its_frontend_keeps_it(tmp_path: Path) -> None:
+    serve = Serve(tmp_path, "--port", "0")
+
+    def announced() -> str:
+        return next(iter(re.findall(r"Serving echo on (\S+) ", serve.process.output.read_text())), "")
+
+    try:
+        serve.url = eventually(announced, 30, "the address")
+        serve.port = int(serve.url.rpartition(":")[2])
+        assert serve.post(CHAT, body("Hello", 4))[0] == 200
+        serve.frontend().kill()
+        eventually(serve.is_ready, 30, "a new frontend at the same port")
+        assert f"listening on {serve.url}" in (tmp_path / f"127.0.0.1-{serve.port}-frontend.log").read_text()
+        serve.stop()
+    finally:
+        serve.close()
 
 
 def test_a_worker_is_replaced_although_its_log_directory_is_gone(start: Callable[..., Serve], tmp_path: Path) -> None:

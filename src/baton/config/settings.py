@@ -181,7 +181,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = ""
     host: Annotated[str, _about("Address that the OpenAI endpoint listens on.", _FRONT)] = "127.0.0.1"
-    port: Annotated[Port, _about("Port of the OpenAI endpoint.", _FRONT)] = 8000
+    port: Annotated[Port, _about("Port of the OpenAI endpoint. 0: any free port, which is printed.", _FRONT)] = 8000
     api_key: Annotated[
         str,
         _about(
