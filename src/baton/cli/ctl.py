@@ -5,6 +5,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import cast
 
 import click
@@ -23,6 +24,7 @@ EXIT_FAILED = 1
 TIMEOUT_S = 3700.0
 """Longer than any command may take."""
 LIST = "list"
+TOKEN_HINT = ". Give one that the worker was started with in BATON_CONTROL_TOKEN or with --token"
 
 Json = dict[str, object]
 
@@ -202,7 +204,8 @@ def _error_message(status: int, body: bytes) -> str:
         problem = msgspec.json.decode(body, type=ProblemReply).error
     except msgspec.DecodeError:
         return f"the worker replied with status {status}"
-    return f"{problem.code}: {problem.message}"
+    hint = TOKEN_HINT if status == HTTPStatus.UNAUTHORIZED else ""
+    return f"{problem.code}: {problem.message}{hint}"
 
 
 def _readable(reply: Json, indent: str = "") -> str:

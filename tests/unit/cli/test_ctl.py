@@ -179,6 +179,7 @@ def test_the_token_is_read_from_flag_or_environment() -> None:
             port = str(harness.server.port)
             result = await run(port, "status", token=None)
             assert (result.exit_code, "unauthorized" in result.stderr) == (1, True)
+            assert "BATON_CONTROL_TOKEN" in result.stderr
             assert (await run(port, "status", "--token", "s3cret", token=None)).exit_code == 0
             assert (await run(port, "status", token="s3cret")).exit_code == 0
 
