@@ -12,6 +12,7 @@ import openai
 import psutil
 import pytest
 
+from baton.config.directories import control_directory
 from tests.e2e.harness import Cluster, Serve, System, assert_unbroken, error_in, eventually
 
 pytestmark = pytest.mark.e2e
@@ -130,11 +131,14 @@ def test_a_second_signal_ends_serve_at_once_and_its_processes_soon(
     serve = start(Serve, "--echo-pace-ms", "10", "--stall-timeout-s", "4")
     begin(serve, 1, 20_000)
     children = serve.children()
+    tokens = [control_directory() / f"127.0.0.1-{port}" for port in (serve.port, *serve.system_ports)]
+    assert all(token.exists() for token in tokens)
     serve.process.signal(number)
     eventually(lambda: "1 running request (worker-0: 1)" in serve.process.output.read_text(), what="it drains")
     serve.process.signal(number)
     assert serve.process.wait(5) == 128 + number
     eventually(lambda: not any(is_alive(child) for child in children), 20, "nothing is left")
+    assert not [token for token in tokens if token.exists()]
 
 
 def test_processes_end_by_themselves_when_the_supervisor_is_killed(start: Callable[..., Serve]) -> None:
