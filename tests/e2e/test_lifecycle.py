@@ -1,5 +1,6 @@
 """How workers and the whole system leave, fail, freeze and come back, and that clients notice as little as possible."""
 
+import re
 import signal
 import stat
 import threading
@@ -11,6 +12,7 @@ import openai
 import psutil
 import pytest
 
+from baton.config.directories import control_directory
 from tests.e2e.harness import Cluster, Serve, System, assert_unbroken, error_in, eventually
 
 pytestmark = pytest.mark.e2e
@@ -129,11 +131,14 @@ def test_a_second_signal_ends_serve_at_once_and_its_processes_soon(
     serve = start(Serve, "--echo-pace-ms", "10", "--stall-timeout-s", "4")
     begin(serve, 1, 20_000)
     children = serve.children()
+    tokens = [control_directory() / f"127.0.0.1-{port}" for port in (serve.port, *serve.system_ports)]
+    assert all(token.exists() for token in tokens)
     serve.process.signal(number)
     eventually(lambda: "1 running request (worker-0: 1)" in serve.process.output.read_text(), what="it drains")
     serve.process.signal(number)
     assert serve.process.wait(5) == 128 + number
     eventually(lambda: not any(is_alive(child) for child in children), 20, "nothing is left")
+    assert not [token for token in tokens if token.exists()]
 
 
 def test_processes_end_by_themselves_when_the_supervisor_is_killed(start: Callable[..., Serve]) -> None:
@@ -265,6 +270,24 @@ def test_a_frontend_that_dies_is_replaced(start: Callable[..., Serve]) -> None:
     status, _ = serve.post(CHAT, body("Hello", 4))
     assert status == 200
     serve.stop()
+
+
+def test_with_port_0_serve_finds_a_port_and_its_frontend_keeps_it(tmp_path: Path) -> None:
+    serve = Serve(tmp_path, "--port", "0")
+
+    def announced() -> str:
+        return next(iter(re.findall(r"Serving echo on (\S+) ", serve.process.output.read_text())), "")
+
+    try:
+        serve.url = eventually(announced, 30, "the address")
+        serve.port = int(serve.url.rpartition(":")[2])
+        assert serve.post(CHAT, body("Hello", 4))[0] == 200
+        serve.frontend().kill()
+        eventually(serve.is_ready, 30, "a new frontend at the same port")
+        assert f"listening on {serve.url}" in (tmp_path / f"127.0.0.1-{serve.port}-frontend.log").read_text()
+        serve.stop()
+    finally:
+        serve.close()
 
 
 def test_a_worker_is_replaced_although_its_log_directory_is_gone(start: Callable[..., Serve], tmp_path: Path) -> None:

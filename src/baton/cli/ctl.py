@@ -5,6 +5,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import cast
 
 import click
@@ -23,6 +24,7 @@ EXIT_FAILED = 1
 TIMEOUT_S = 3700.0
 """Longer than any command may take."""
 LIST = "list"
+TOKEN_HINT = ". Give one that the worker was started with in BATON_CONTROL_TOKEN or with --token"
 
 Json = dict[str, object]
 
@@ -112,8 +114,8 @@ def _address(worker: str) -> str:
 
 def _generated_token(address: str) -> str | None:
     """Return the token of a worker of this user and machine that was given none; None if there is none."""
-    url = urllib.parse.urlsplit(address)
     try:
+        url = urllib.parse.urlsplit(address)
         return find_token(control_directory(), url.hostname or "", url.port or 80)
     except (ValueError, ConfigError):  # not a URL, which the request says, or no home directory
         return None
@@ -185,9 +187,9 @@ def _send(url: str, method: str, body: bytes | None, token: str | None) -> bytes
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    request = urllib.request.Request(url, data=body, headers=headers, method=method)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
+        request = urllib.request.Request(url, data=body, headers=headers, method=method)
         with direct.open(request, timeout=TIMEOUT_S) as response:
             return cast(bytes, response.read())
     except urllib.error.HTTPError as error:
@@ -202,7 +204,8 @@ def _error_message(status: int, body: bytes) -> str:
         problem = msgspec.json.decode(body, type=ProblemReply).error
     except msgspec.DecodeError:
         return f"the worker replied with status {status}"
-    return f"{problem.code}: {problem.message}"
+    hint = TOKEN_HINT if status == HTTPStatus.UNAUTHORIZED else ""
+    return f"{problem.code}: {problem.message}{hint}"
 
 
 def _readable(reply: Json, indent: str = "") -> str:

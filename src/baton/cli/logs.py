@@ -78,13 +78,17 @@ def _of_running(status: Status) -> Logs:
 
 
 def _of_ended(directory: Path, port: int | None) -> Logs:
-    """Return the logs in `directory` of the `baton serve` with that port, or of the one that wrote last."""
-    matches = [(match, path) for path in directory.glob("*.log") if (match := _LOG.fullmatch(path.name))]
+    """Return the logs in `directory` of the `baton serve` that wrote last, of those with that port if it is given."""
+    matches = [
+        (match, path)
+        for path in directory.glob("*.log")
+        if (match := _LOG.fullmatch(path.name)) and port in (None, int(match["port"]))
+    ]
     if not matches:
         return {}
     newest = max(matches, key=lambda found: found[1].stat().st_mtime)[0]
-    wanted = str(port) if port is not None else newest["port"]
-    return {match["process"]: path for match, path in matches if match["port"] == wanted}
+    address = newest["host"], newest["port"]
+    return {match["process"]: path for match, path in matches if (match["host"], match["port"]) == address}
 
 
 def _chosen(logs: Logs, role: str | None) -> Logs:

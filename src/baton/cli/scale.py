@@ -1,6 +1,7 @@
 """`baton scale` and `baton drain`: change the workers of a running `baton serve`."""
 
 import sys
+from collections.abc import Sequence
 
 import click
 
@@ -22,7 +23,7 @@ def scale(counts: tuple[str, ...], port: int | None) -> None:
     with. New workers are ready when the command returns. Workers that are no longer needed leave discovery, finish
     their requests (for up to --drain-timeout-s) and exit; those that are not ready go first, then the highest numbers.
     """
-    _carry_out(ScaleRequest(counts=dict(_parse(text) for text in counts)), port)
+    _carry_out(ScaleRequest(counts=_counts(counts)), port)
 
 
 @click.command()
@@ -36,6 +37,15 @@ def drain(worker: str, restart: bool, port: int | None) -> None:
     worker less of its role from then on; `baton scale` starts another one.
     """
     _carry_out(DrainRequest(worker=worker, restart=restart), port)
+
+
+def _counts(texts: Sequence[str]) -> Counts:
+    counts: Counts = {}
+    for role, number in map(_parse, texts):
+        if role in counts:
+            raise click.UsageError(f"{role} is given twice: drop one of {role}={counts[role]} and {role}={number}")
+        counts[role] = number
+    return counts
 
 
 def _parse(text: str) -> tuple[str, int]:

@@ -19,7 +19,8 @@ from baton.config.transfer import KvTransferOptions
 
 MAX_PORT = 65535
 
-Seconds = Annotated[float, Meta(gt=0)]
+YEAR_S = 31_536_000
+Seconds = Annotated[float, Meta(gt=0, le=YEAR_S)]
 Port = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 
 _SERVE = {"commands": ("serve",)}
@@ -180,7 +181,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = ""
     host: Annotated[str, _about("Address that the OpenAI endpoint listens on.", _FRONT)] = "127.0.0.1"
-    port: Annotated[Port, _about("Port of the OpenAI endpoint.", _FRONT)] = 8000
+    port: Annotated[Port, _about("Port of the OpenAI endpoint. 0: any free port, which is printed.", _FRONT)] = 8000
     api_key: Annotated[
         str,
         _about(
@@ -257,7 +258,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = "off"
     session_ttl_s: Annotated[
         int,
-        Meta(ge=1, le=31_536_000),
+        Meta(ge=1, le=YEAR_S),
         _about("Seconds without a request after which the frontend forgets the worker of a session.", _FRONT),
     ] = 600
     busy_threshold: Annotated[

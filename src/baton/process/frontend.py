@@ -74,7 +74,7 @@ async def _main(settings: Settings) -> int:
         url = _url(reachable_host(settings.host, settings), edge, settings)
         await serve_location(frontend.serve, settings, "frontend", url)
         with _entry(edge, settings), nullcontext() if given else _published(edge, token):
-            _report(settings)
+            _report(settings, edge.port)
             if await unless_stopped(stop, frontend.wait()) and not stop.is_set():
                 raise EngineDead("the frontend has ended by itself")
     except BatonError as error:
@@ -161,9 +161,9 @@ def _published(edge: Edge, token: str) -> AbstractContextManager[None]:
     return published_token(control_directory(), edge.address, edge.port, token)
 
 
-def _report(settings: Settings) -> None:
+def _report(settings: Settings, port: int) -> None:
     scheme = "https" if settings.tls_certificate else "http"
-    log.info("listening on %s://%s:%d", scheme, settings.host, settings.port)
+    log.info("listening on %s://%s:%d", scheme, settings.host, port)
     if (warning := open_endpoint_warning(settings)) is not None:
         log.warning("%s", warning)
     notify("READY=1")

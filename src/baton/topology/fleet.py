@@ -10,10 +10,11 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.config.directories import process_directory
+from baton.config.directories import control_directory, process_directory, supervisor_directory
 from baton.config.environment import PROCESS_NAME
 from baton.config.load import to_environment
-from baton.config.settings import Settings
+from baton.config.settings import Settings, endpoint_url
+from baton.control.http.token_file import remove_token
 from baton.control.process_entries import remove_ended
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.topology.process import Process
@@ -144,9 +145,12 @@ class Fleet:
         _remove_entries()
 
     def kill(self) -> None:
-        """Kill every process at once, without draining."""
+        """Kill every process at once, without draining, and remove the control tokens that they leave."""
         for process in self.processes():
             process.send_signal(signal.SIGKILL)
+            process.remove_token()
+        with suppress(ConfigError):  # no home directory
+            remove_token(control_directory(), endpoint_url(self._settings))
 
     @property
     def _drain_limit_s(self) -> float:
@@ -205,6 +209,10 @@ class Fleet:
 
 
 def _remove_entries() -> None:
-    """Remove the entries of processes that were killed, which are targets of metrics as long as they are expected."""
+    """Remove the entries of processes that were killed.
+
+    Those of workers are targets of metrics as long as they are expected.
+    """
     with suppress(ConfigError):  # no home directory
-        remove_ended(process_directory())
+        for directory in (process_directory(), supervisor_directory()):
+            remove_ended(directory)

@@ -1,13 +1,16 @@
 """The `baton serve` processes of this user on this machine, and who has the port that a new one needs."""
 
 import socket
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import msgspec
 
 from baton.config.directories import supervisor_directory
 from baton.config.settings import Settings, endpoint_url
 from baton.control.process_entries import ProcessEntry, read_entries
 from baton.errors import ConfigError
-from baton.runtimes.dynamo.listener import refuse_unusable_address
+from baton.runtimes.dynamo.listener import refuse_unusable_address, reserved_port
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -41,6 +44,16 @@ def refuse_taken_address(settings: Settings) -> None:
                 f" {entry.pid}`), or start this one on another port with --port"
             )
     refuse_unusable_address(settings.host, settings.port, "--host", "--port")
+
+
+@contextmanager
+def endpoint_port(settings: Settings) -> Iterator[Settings]:
+    """Yield `settings` with the port of this run. A free one is kept for the frontend, also when that starts again."""
+    if settings.port:
+        yield settings
+        return
+    with reserved_port(settings.host) as port:
+        yield msgspec.structs.replace(settings, port=port)
 
 
 def _same_host(url: str, settings: Settings) -> bool:

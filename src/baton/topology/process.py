@@ -114,7 +114,7 @@ class Process:
         self._kill_group()
         self._group = None
         await asyncio.to_thread(self._output.join, LOG_TIMEOUT_S)
-        self._remove_token()
+        self.remove_token()
         return code
 
     def terminate(self) -> None:
@@ -148,10 +148,10 @@ class Process:
         self._socket.close()
         self._socket_path.unlink(missing_ok=True)
         self._output.close()
-        self._remove_token()
+        self.remove_token()
 
-    def _remove_token(self) -> None:
-        """Remove the control token, which a process that was killed has left."""
+    def remove_token(self) -> None:
+        """Remove the control token, which a process that is killed leaves."""
         with suppress(ConfigError):  # no home directory
             remove_token(control_directory(), self.system_url)
 

@@ -16,7 +16,7 @@ from baton.process.signals import stop_on_signals
 from baton.process.title import set_process_title
 from baton.topology.control_socket import ControlSocket
 from baton.topology.fleet import Fleet
-from baton.topology.instances import refuse_taken_address
+from baton.topology.instances import endpoint_port, refuse_taken_address
 from baton.topology.operations import Operations
 from baton.topology.own_endpoint import OwnEndpoint
 from baton.topology.process_logs import refuse_unusable_log_dir
@@ -39,7 +39,7 @@ def run_supervisor(settings: Settings, terminal: Terminal) -> int:
     refuse_unusable_log_dir(settings)
     settings = prepare_model(settings)
     set_process_title("serve", "serve", settings.first_name)
-    with run_directory() as run_dir:
+    with run_directory() as run_dir, endpoint_port(settings) as settings:
         return uvloop.run(_main(settings, run_dir, terminal))
 
 

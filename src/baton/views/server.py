@@ -196,7 +196,7 @@ class ViewServer:
             raise InvalidRequest(f"the view does not offer {command!r}; use `baton ctl {state.name} {command}`")
         if request.content_type != "application/json":
             raise InvalidRequest("send the fields of the command as JSON")
-        body = await request.content.read(MAX_COMMAND_BYTES)
+        body = await _command_body(request)
         assert self._client is not None
         reply = await self._client.execute(state.address, command, body)
         return web.Response(body=reply.body, status=reply.status, content_type="application/json", headers=_FRESH)
@@ -227,6 +227,16 @@ class ViewServer:
         if found is None:
             raise NotFound("this deployment has no frontend that the view knows: give its address with --endpoint")
         return found.address.url
+
+
+async def _command_body(request: web.Request) -> bytes:
+    """Return the whole body, which may arrive in parts. Raises InvalidRequest if it is too large."""
+    body = bytearray()
+    async for part in request.content.iter_any():
+        body += part
+        if len(body) > MAX_COMMAND_BYTES:
+            raise InvalidRequest(f"the fields of a command may have {MAX_COMMAND_BYTES >> 10} KiB")
+    return bytes(body)
 
 
 _FRESH = {"Cache-Control": "no-store"}

@@ -159,6 +159,8 @@ def test_an_unreachable_worker_is_an_error() -> None:
     result = CliRunner().invoke(ctl, ["1", "status"])
     assert result.exit_code == 1
     assert "cannot reach http://127.0.0.1:1" in result.stderr
+    broken = CliRunner().invoke(ctl, ["http://[::1", "status"])
+    assert (broken.exit_code, broken.stderr.startswith("baton: cannot reach http://[::1/")) == (1, True)
 
 
 def test_a_refusal_prints_the_workers_message() -> None:
@@ -177,6 +179,7 @@ def test_the_token_is_read_from_flag_or_environment() -> None:
             port = str(harness.server.port)
             result = await run(port, "status", token=None)
             assert (result.exit_code, "unauthorized" in result.stderr) == (1, True)
+            assert "BATON_CONTROL_TOKEN" in result.stderr
             assert (await run(port, "status", "--token", "s3cret", token=None)).exit_code == 0
             assert (await run(port, "status", token="s3cret")).exit_code == 0
 

@@ -1,5 +1,6 @@
 """`baton logs` finds the logs of a `baton serve` that has ended, also while another one runs."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -31,6 +32,20 @@ def test_the_port_of_one_that_has_ended_selects_its_logs_while_another_runs(tmp_
         with published_entry(supervisor_directory(), "http://127.0.0.1:8000", url):
             done = CliRunner().invoke(logs, ["--port", "9000"], catch_exceptions=False)
     assert (done.exit_code, done.output) == (0, LINE)
+
+
+@pytest.mark.usefixtures("ended_on_9000")
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
+@pytest.mark.parametrize("arguments", [[], ["--port", "9000"]])
+def test_of_two_addresses_with_one_port_the_last_that_wrote_is_shown(
+    tmp_path: Path, host: str, arguments: list[str]
+) -> None:
+    older = tmp_path / "baton" / "logs" / f"{host}-9000-worker-0.log"
+    older.write_text(LINE.replace("crashed", "older"))
+    older.with_name(f"{host}-9000-worker-1.log").write_text(LINE.replace("crashed", "older"))
+    for each in older.parent.glob(f"{host}-*"):
+        os.utime(each, (1, 1))
+    assert CliRunner().invoke(logs, arguments, catch_exceptions=False).output == LINE
 
 
 @pytest.mark.usefixtures("ended_on_9000")

@@ -120,6 +120,24 @@ def test_a_command_reaches_the_process_with_its_token_and_the_page_never_has_it(
     run(test)
 
 
+def test_a_command_that_arrives_in_parts_is_passed_on_whole_and_one_that_is_too_large_is_refused() -> None:
+    async def in_parts() -> AsyncIterator[bytes]:
+        yield b'{"mode": '
+        await asyncio.sleep(0.1)
+        yield b'"drain"}'
+
+    async def test(fake: FakeDeployment, browser: Browser) -> None:
+        url = f"{browser.url}api/processes/8000/decode-0/commands/pause"
+        headers = {"Content-Type": "application/json"}
+        async with browser.session.post(url, data=in_parts(), headers=headers) as reply:
+            assert reply.status == 200
+        assert fake.of("decode")[0].commands == [("pause", {"mode": "drain"})]
+        async with browser.session.post(url, json={"mode": "x" * (64 << 10)}) as reply:
+            assert (reply.status, "64 KiB" in await reply.text()) == (400, True)
+
+    run(test)
+
+
 def test_commands_that_replace_weights_are_left_to_baton_ctl() -> None:
     async def test(fake: FakeDeployment, browser: Browser) -> None:
         for path, status in (("weights/update", 400), ("pause", 404)):

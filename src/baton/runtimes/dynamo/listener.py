@@ -32,9 +32,10 @@ def reserved_port(host: str) -> Iterator[int]:
 
     Two sockets may be bound to one port as long as both allow it (SO_REUSEADDR) and neither listens.
     """
-    with socket.socket() as reserved:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((host, 0))
+        reserved.bind(address)
         yield int(reserved.getsockname()[1])
 
 
