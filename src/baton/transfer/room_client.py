@@ -263,7 +263,8 @@ class RoomClaim:
         """See `Claim.taken`."""
         if not self._taken.done():
             self._taken.set_result(None)
-            self._connection.send(wire.Taken())
+            if self._claim_sent:  # else it follows the claim: a connection that begins otherwise is refused
+                self._connection.send(wire.Taken())
 
     def place(self, *wanted: KvWanted) -> None:
         """See `Claim.place`."""
