@@ -103,10 +103,11 @@ def context_of(parent: Context | None) -> _core.Context:
 class OutgoingCall(Generic[R]):
     """One call. The runtime ignores a stop before the peer has connected, so a stop waits for that."""
 
-    __slots__ = ("_connect_timeout_s", "_context", "_pending", "_sending", "cancelled")
+    __slots__ = ("_connect_timeout_s", "_context", "_grace_is_over", "_pending", "_sending", "cancelled")
 
     def __init__(self, context: _core.Context, connect_timeout_s: float | None = None) -> None:
         self.cancelled = False
+        self._grace_is_over = False
         self._connect_timeout_s = connect_timeout_s
         self._context = context
         self._sending: asyncio.Future[AsyncIterator[R]] | None = None
@@ -136,6 +137,8 @@ class OutgoingCall(Generic[R]):
 
     async def next(self, replies: AsyncIterator[R]) -> R | None:
         """Return the next reply; None when there are no more."""
+        if self._grace_is_over:
+            raise Cancelled("the caller disconnected")
         self._pending = pending = asyncio.ensure_future(replies.__anext__())
         try:
             return await pending
@@ -164,6 +167,7 @@ class OutgoingCall(Generic[R]):
             sending.exception()
 
     def _stop_waiting(self) -> None:
+        self._grace_is_over = True
         if self._pending is not None:
             self._pending.cancel()
 
