@@ -5,11 +5,13 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from dynamo import _core
 
 from baton.config.runtime import RuntimeOptions
-from baton.ports.runtime import Context, Runtime, Service, Wire
+from baton.errors import PeerLost
+from baton.ports.runtime import Client, Context, Runtime, Service, Wire
 from baton.protocol.events import KvCleared, KvStored
 from baton.runtimes.dynamo.runtime import DynamoRuntime
 from baton.testing import RuntimeContract, run_bounded
@@ -57,6 +59,38 @@ class TestDynamoRuntime(RuntimeContract):
                 await runtime.shutdown()
 
         run_bounded(body(), self.limit_s)
+
+    def test_a_kv_router_selects_among_the_workers_with_the_required_taints(self) -> None:
+        def requiring(taint: str) -> Wire:
+            return {"token_ids": [1] * 40, "routing": {"routing_constraints": {"required_taints": [taint]}}}
+
+        async def body() -> None:
+            runtime = DynamoRuntime(self._options, subscribes=True)
+            await runtime.start()
+            try:
+                endpoint = await runtime.serve(PATH, Service(_echo, _as_it_is, _as_it_is))
+                await endpoint.register_model(msgspec.structs.replace(CARD, taints=frozenset({"silver"})))
+                client = await runtime.client(PATH, CARD.block_size)
+                await client.ready(self.limit_s)
+                served: list[Wire] = []
+                async with asyncio.timeout(self.limit_s):
+                    while not served:  # the router has not found the worker yet
+                        await asyncio.sleep(0.05)
+                        served = await _replies(client, requiring("silver"))
+                assert [reply["token_ids"] for reply in served] == [[1] * 40]
+                with pytest.raises(PeerLost, match="no worker"):
+                    _ = [reply async for reply in client.call(requiring("gold"))]
+            finally:
+                await runtime.shutdown()
+
+        run_bounded(body(), self.limit_s)
+
+
+async def _replies(client: Client, request: Wire) -> list[Wire]:
+    try:
+        return [reply async for reply in client.call(request)]
+    except PeerLost:
+        return []
 
 
 def _as_it_is(value: Any) -> Any:

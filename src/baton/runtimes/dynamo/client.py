@@ -188,16 +188,26 @@ class _RoutedRequest:
         return self._router is not None
 
     async def route(self, request: Wire) -> tuple[Wire, int]:
-        """Return the request to send, with its data-parallel rank, and the instance that the router chooses."""
+        """Return the request to send, with its data-parallel rank, and the instance that the router chooses.
+
+        Raises PeerLost if it can choose none.
+        """
         assert self._router is not None, "routes only with a router"
         given = request.get("routing")
         routing: Mapping[str, object] = given if isinstance(given, dict) else {}
-        instance, dp_rank, _ = await self._router.best_worker(
-            request.get("token_ids") or [],
-            request_id=self._id,
-            lora_name=routing.get("lora_name"),
-            cache_namespace=routing.get("cache_salt"),
-        )
+        try:
+            instance, dp_rank, _ = await self._router.best_worker(
+                request.get("token_ids") or [],
+                request_id=self._id,
+                lora_name=routing.get("lora_name"),
+                routing_constraints=_constraints(routing),
+                strict_priority=routing.get("strict_priority") or 0,
+                cache_namespace=routing.get("cache_salt"),
+            )
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise PeerLost(f"no worker can take the request: {error}") from error  # another pool may have one
         return {**request, "routing": {**routing, "dp_rank": dp_rank}}, instance
 
     def mark_prefilled(self) -> None:
@@ -210,6 +220,14 @@ class _RoutedRequest:
         """The request has ended."""
         if self._router is not None:
             self._router.free(self._id).add_done_callback(_log_failure)
+
+
+def _constraints(routing: Mapping[str, object]) -> _core.RoutingConstraints | None:
+    """Return the taints that a request requires and prefers, if it names any."""
+    given = routing.get("routing_constraints")
+    if not isinstance(given, dict):
+        return None
+    return _core.RoutingConstraints(set(given.get("required_taints") or ()), dict(given.get("preferred_taints") or {}))
 
 
 def _log_failure(update: asyncio.Future[None]) -> None:
