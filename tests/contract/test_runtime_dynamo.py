@@ -1,6 +1,7 @@
 """The runtime contract over ai-dynamo-runtime: file discovery, requests over TCP, all in this process."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from baton.errors import PeerLost
 from baton.ports.runtime import Client, Context, Runtime, Service, Wire
 from baton.protocol.events import KvCleared, KvStored
 from baton.runtimes.dynamo.runtime import DynamoRuntime
-from baton.testing import RuntimeContract, run_bounded
+from baton.testing import RuntimeContract, eventually, run_bounded
 from baton.testing.runtime_contract import CARD, PATH
 
 
@@ -80,6 +81,32 @@ class TestDynamoRuntime(RuntimeContract):
                 assert [reply["token_ids"] for reply in served] == [[1] * 40]
                 with pytest.raises(PeerLost, match="no worker"):
                     _ = [reply async for reply in client.call(requiring("gold"))]
+            finally:
+                await runtime.shutdown()
+
+        run_bounded(body(), self.limit_s)
+
+    def test_an_endpoint_that_was_restored_in_part_is_restored_in_whole(self, tmp_path: Path) -> None:
+        directory, moved, found = tmp_path / "model", tmp_path / "moved", tmp_path / "discovery"
+
+        async def body() -> None:
+            shutil.copytree(CARD.directory, directory)
+            runtime = DynamoRuntime(self._options)
+            await runtime.start()
+            try:
+                endpoint = await runtime.serve(PATH, Service(_echo, _as_it_is, _as_it_is))
+                await endpoint.register_model(msgspec.structs.replace(CARD, directory=str(directory)))
+                for entry in filter(Path.is_file, found.rglob("*")):
+                    entry.unlink()
+                await eventually(lambda: not endpoint.is_registered)
+                directory.rename(moved)
+                with pytest.raises(PeerLost, match="does not accept"):
+                    await runtime.restore()
+                await eventually(lambda: any(found.rglob("instances/*%2Fendpoint%2F*")))
+                assert not endpoint.is_registered, "frontends do not know its model"
+                moved.rename(directory)
+                await runtime.restore()
+                await eventually(lambda: endpoint.is_registered and any(found.rglob("mdc/*")))
             finally:
                 await runtime.shutdown()
 
