@@ -1,18 +1,21 @@
 """The runtime contract over ai-dynamo-runtime: file discovery, requests over TCP, all in this process."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from dynamo import _core
 
 from baton.config.runtime import RuntimeOptions
-from baton.ports.runtime import Context, Runtime, Service, Wire
+from baton.errors import PeerLost
+from baton.ports.runtime import Client, Context, Runtime, Service, Wire
 from baton.protocol.events import KvCleared, KvStored
 from baton.runtimes.dynamo.runtime import DynamoRuntime
-from baton.testing import RuntimeContract, run_bounded
+from baton.testing import RuntimeContract, eventually, run_bounded
 from baton.testing.runtime_contract import CARD, PATH
 
 
@@ -57,6 +60,64 @@ class TestDynamoRuntime(RuntimeContract):
                 await runtime.shutdown()
 
         run_bounded(body(), self.limit_s)
+
+    def test_a_kv_router_selects_among_the_workers_with_the_required_taints(self) -> None:
+        def requiring(taint: str) -> Wire:
+            return {"token_ids": [1] * 40, "routing": {"routing_constraints": {"required_taints": [taint]}}}
+
+        async def body() -> None:
+            runtime = DynamoRuntime(self._options, subscribes=True)
+            await runtime.start()
+            try:
+                endpoint = await runtime.serve(PATH, Service(_echo, _as_it_is, _as_it_is))
+                await endpoint.register_model(msgspec.structs.replace(CARD, taints=frozenset({"silver"})))
+                client = await runtime.client(PATH, CARD.block_size)
+                await client.ready(self.limit_s)
+                served: list[Wire] = []
+                async with asyncio.timeout(self.limit_s):
+                    while not served:  # the router has not found the worker yet
+                        await asyncio.sleep(0.05)
+                        served = await _replies(client, requiring("silver"))
+                assert [reply["token_ids"] for reply in served] == [[1] * 40]
+                with pytest.raises(PeerLost, match="no worker"):
+                    _ = [reply async for reply in client.call(requiring("gold"))]
+            finally:
+                await runtime.shutdown()
+
+        run_bounded(body(), self.limit_s)
+
+    def test_an_endpoint_that_was_restored_in_part_is_restored_in_whole(self, tmp_path: Path) -> None:
+        directory, moved, found = tmp_path / "model", tmp_path / "moved", tmp_path / "discovery"
+
+        async def body() -> None:
+            shutil.copytree(CARD.directory, directory)
+            runtime = DynamoRuntime(self._options)
+            await runtime.start()
+            try:
+                endpoint = await runtime.serve(PATH, Service(_echo, _as_it_is, _as_it_is))
+                await endpoint.register_model(msgspec.structs.replace(CARD, directory=str(directory)))
+                for entry in filter(Path.is_file, found.rglob("*")):
+                    entry.unlink()
+                await eventually(lambda: not endpoint.is_registered)
+                directory.rename(moved)
+                with pytest.raises(PeerLost, match="does not accept"):
+                    await runtime.restore()
+                await eventually(lambda: any(found.rglob("instances/*%2Fendpoint%2F*")))
+                assert not endpoint.is_registered, "frontends do not know its model"
+                moved.rename(directory)
+                await runtime.restore()
+                await eventually(lambda: endpoint.is_registered and any(found.rglob("mdc/*")))
+            finally:
+                await runtime.shutdown()
+
+        run_bounded(body(), self.limit_s)
+
+
+async def _replies(client: Client, request: Wire) -> list[Wire]:
+    try:
+        return [reply async for reply in client.call(request)]
+    except PeerLost:
+        return []
 
 
 def _as_it_is(value: Any) -> Any:

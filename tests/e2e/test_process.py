@@ -226,6 +226,18 @@ def test_the_router_of_the_settings_selects_the_language_worker(front: Serve) ->
     assert sum(cached(prompt) > 0 for prompt in prompts) >= 6  # the event of the last one may still be on its way
 
 
+def test_the_extensions_of_a_request_reach_the_router_and_the_language_workers(front: Serve) -> None:
+    hints = {"priority": 5, "strict_priority": 1, "osl": 20}
+    wishes = {"agent_hints": hints, "router": {"ttft_target": 200}, "cache_salt": "a"}
+    status, answer = ask(front, "hello", nvext={**wishes, "routing_constraints": {"preferred_taints": {"echo": 1.0}}})
+    assert status == 200, answer
+    status, answer = ask(front, "hello", nvext={"routing_constraints": {"required_taints": ["gold"]}})
+    assert status != 200, "no language worker has the taint"
+    status, answer = ask(front, "hello", nvext={"max_thinking_tokens": 5})
+    assert (status, "max_thinking_tokens" in error_in(answer)["message"]) == (400, True), answer
+    front.assert_quiet()
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_leaves_is_cancelled_at_the_engine(front: Serve, stream: bool) -> None:
     def cancelled() -> tuple[float, float]:

@@ -85,6 +85,9 @@ class RouterMode:
 class KvRouterConfig:
     def __init__(self, *, router_policy_config: str | None = None) -> None: ...
 
+class RoutingConstraints:
+    def __init__(self, required_taints: set[str], preferred_taints: dict[str, float]) -> None: ...
+
 class KvRouter:
     def __init__(self, endpoint: Endpoint, block_size: int, kv_router_config: KvRouterConfig) -> None: ...
     def best_worker(
@@ -93,6 +96,8 @@ class KvRouter:
         *,
         request_id: str | None = None,
         lora_name: object = None,
+        routing_constraints: RoutingConstraints | None = None,
+        strict_priority: object = 0,
         cache_namespace: object = None,
     ) -> asyncio.Future[tuple[int, int, int]]: ...
     def mark_prefill_complete(self, request_id: str) -> asyncio.Future[None]: ...

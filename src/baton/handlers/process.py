@@ -17,7 +17,7 @@ from baton.ports.runtime import Context, ModelClient, Wire
 from baton.ports.tokenizer import Tokenizer, TokenTexts
 from baton.protocol.codec import DecodeError, decode_chunk, encode_request
 from baton.protocol.outputs import Chunk
-from baton.protocol.requests import GenerateRequest, Routing
+from baton.protocol.requests import GenerateRequest
 from baton.protocol.text import TextChunk, TextRequest
 from baton.request.forwarded_context import ForwardedContext
 from baton.request.tracker import RequestTracker, TrackedRequest
@@ -91,9 +91,10 @@ class ProcessHandler:
             sampling=msgspec.structs.replace(request.sampling(), guided_decoding=guided),
             output=request.output_options(),
             diffusion=request.diffusion,
-            routing=Routing(cache_salt=request.cache_salt),
+            routing=request.routing(),
             media=media or None,
             extra_args=extra_args,
+            extra={"router": request.router_targets} if request.router_targets else {},
         )
         return encode_request(inner), len(inner.token_ids)
 

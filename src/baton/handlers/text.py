@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 
+import msgspec
+
 from baton.errors import Unsupported
 from baton.handlers.admission import admit
 from baton.handlers.relay import relay
@@ -12,7 +14,7 @@ from baton.handlers.text_prompt import tokenize
 from baton.ports.engine import EngineInfo, GenerateEngine
 from baton.ports.runtime import Context
 from baton.ports.tokenizer import Tokenizer
-from baton.protocol.requests import GenerateRequest, Routing
+from baton.protocol.requests import GenerateRequest
 from baton.protocol.text import TextChunk, TextRequest
 from baton.request.tracker import RequestTracker
 
@@ -47,7 +49,7 @@ class TextHandler:
                 sampling=request.sampling(),
                 diffusion=request.diffusion,
                 extra_args=request.extra_args,
-                routing=Routing(lora_name=self._adapter_of(request)),
+                routing=msgspec.structs.replace(request.routing(), lora_name=self._adapter_of(request)),
             )
             work = admit(inner, tracked.request_id, self._info, self._engine.capabilities, tracked.trace_headers)
             answer = TextAnswer(request, context, self._tokenizer)

@@ -17,6 +17,7 @@ from baton.protocol.requests import (
     OutputOptions,
     Penalty,
     Positive,
+    Routing,
     Sampling,
     Share,
     StopConditions,
@@ -39,6 +40,28 @@ _INFORMATION = frozenset(
 )
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+
+
+class _AgentHints(msgspec.Struct, frozen=True, kw_only=True):
+    priority: int | None = None
+    strict_priority: Count | None = None
+    osl: Count | None = None
+    latency_sensitivity: float | None = None
+
+
+class _Extensions(msgspec.Struct, frozen=True, kw_only=True):
+    """The extensions that the frontend translates for workers that take tokens."""
+
+    agent_hints: _AgentHints | None = None
+    backend_instance_id: int | None = None
+    prefill_worker_id: int | None = None
+    decode_worker_id: int | None = None
+    dp_rank: Count | None = None
+    prefill_dp_rank: Count | None = None
+    cache_salt: str | None = None
+    max_thinking_tokens: Count | None = None
+    router: dict[str, object] | None = None
+    routing_constraints: dict[str, object] | None = None
 
 
 class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +150,15 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
             extensions["cache_salt"] = self.cache_salt
         return {"nvext": extensions}
 
+    @property
+    def router_targets(self) -> dict[str, object] | None:
+        """The targets of a global router."""
+        return self._extensions.router
+
+    @property
+    def _extensions(self) -> _Extensions:
+        return msgspec.convert(self.nvext or {}, _Extensions)
+
     def token_format_only(self) -> list[str]:
         """Return the options in use that need the frontend's own tokenizer and parsers, or that nothing applies."""
         in_use = {
@@ -163,6 +195,29 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             stop_token_ids=self.stop_token_ids,
+            max_thinking_tokens=self._extensions.max_thinking_tokens,
+        )
+
+    def routing(self) -> Routing:
+        """Return the hints for routers and engines, as the frontend makes them of the extensions."""
+        given = self._extensions
+        hints = given.agent_hints or _AgentHints()
+        jump = hints.latency_sensitivity if hints.priority is None else float(max(hints.priority, 0))
+        extra = {
+            "priority_jump": jump,
+            "strict_priority": hints.strict_priority,
+            "routing_constraints": given.routing_constraints,
+        }
+        return Routing(
+            backend_instance_id=given.backend_instance_id,
+            prefill_worker_id=given.prefill_worker_id,
+            decode_worker_id=given.decode_worker_id,
+            dp_rank=given.dp_rank,
+            prefill_dp_rank=given.prefill_dp_rank,
+            expected_output_tokens=hints.osl,
+            cache_salt=self.cache_salt or given.cache_salt,
+            priority=hints.priority,
+            extra={name: value for name, value in extra.items() if value is not None},
         )
 
     def sampling(self) -> Sampling:
@@ -248,7 +303,15 @@ def decode_text(raw: object) -> TextRequest:
         raise DecodeError(f"Expected `object`, got `{type(raw).__name__}` - at `$`")
     raw = _with_extra_options(raw)
     request = convert({key: value for key, value in raw.items() if key != "unknown"}, TextRequest)
+    _check_extensions(request)
     return msgspec.structs.replace(request, unknown=_unknown_keys(raw))
+
+
+def _check_extensions(request: TextRequest) -> None:
+    try:
+        convert(request.nvext or {}, _Extensions)
+    except DecodeError as error:
+        raise DecodeError(str(error).replace("`$", "`$.nvext", 1)) from None
 
 
 def _with_extra_options(raw: Wire) -> Wire:

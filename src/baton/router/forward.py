@@ -47,12 +47,12 @@ class Forwarder:
                         async for reply in replies:
                             attempt.observe(reply)
                             yield reply
-                    attempt.require_output()
+                    attempt.require_reply()
                     self._record_latency(router.role, state, attempt, route.targets)
                     return
                 except BatonError as error:
                     tracked.scope.check()
-                    if attempt.has_output or not error.retryable:
+                    if attempt.has_reply or not error.retryable:
                         raise
                     failure = error
                     tracked.timeline.mark("retried", {"pool": state.pool.name, "code": error.code})
@@ -105,7 +105,10 @@ def _decision_reason(route: Route, failure: BatonError | None) -> str:
 
 
 class _Attempt:
-    """One request in one pool: counted in the pool's state, and timed."""
+    """One request in one pool: counted in the pool's state, and timed.
+
+    Its first reply may come before its first output: a room that the prefill worker has chosen, with nothing computed.
+    """
 
     def __init__(self, state: PoolState, tracked: TrackedRequest) -> None:
         self._state = state
@@ -115,49 +118,59 @@ class _Attempt:
         self._last = 0.0
         self._first_tokens = 0
         self._tokens = 0
-        self.has_output = False
+        self._has_output = False
+        self.has_reply = False
         state.in_flight += 1
         state.waiting += 1
 
     def observe(self, reply: Wire) -> None:
         """Count and time a reply. Raises EngineFailed if the first one is an error."""
-        self._last = time.perf_counter()
         tokens = reply.get("token_ids")
         count = len(tokens) if isinstance(tokens, list) else 0
-        if not self.has_output:
-            reason = reply.get("finish_reason")
+        reason = reply.get("finish_reason")
+        if not self.has_reply:
             if isinstance(reason, dict) and "error" in reason:
                 raise EngineFailed(str(reason["error"]))
+            self.has_reply = True
+        if not self._has_output and _is_room(reply, count, reason):
+            return
+        self._last = time.perf_counter()
+        if not self._has_output:
             self._start_output(count)
         self._tokens += count
         self._tracked.timeline.output(time.perf_counter_ns())
 
     def _start_output(self, tokens: int) -> None:
-        self.has_output = True
+        self._has_output = True
         self._first = self._last
         self._first_tokens = tokens
         self._state.waiting -= 1
         self._tracked.first_output()
 
-    def require_output(self) -> None:
+    def require_reply(self) -> None:
         """Raise PeerLost if the stream ended without a reply."""
-        if not self.has_output:
+        if not self.has_reply:
             raise PeerLost("the pool ended the stream without output")
 
     def close(self) -> None:
         """Remove the request from the pool's counts. Called once, however the attempt ends."""
         self._state.in_flight -= 1
-        if not self.has_output:
+        if not self._has_output:
             self._state.waiting -= 1
         self._tracked.completion_tokens = self._tokens
 
     @property
-    def ttft_ms(self) -> float:
-        """From the call to the first output."""
-        return (self._first - self._started) * 1000
+    def ttft_ms(self) -> float | None:
+        """From the call to the first output; None if there was none."""
+        return (self._first - self._started) * 1000 if self._has_output else None
 
     @property
     def itl_ms(self) -> float | None:
         """Average time between tokens; None if all tokens were in the first output."""
         more = self._tokens - self._first_tokens
         return (self._last - self._first) * 1000 / more if more else None
+
+
+def _is_room(reply: Wire, tokens: int, finish_reason: object) -> bool:
+    """Return whether a reply only says where the KV of the request will be."""
+    return not tokens and finish_reason is None and reply.get("disaggregated_params") is not None

@@ -74,6 +74,8 @@ class RoomConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        if self._ended:
+            return  # anybody may send this, and as much as fits the peer timeout: it must not be buffered
         self._received_at = self._loop.time()
         try:
             for message in self._frames.feed(data):

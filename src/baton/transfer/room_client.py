@@ -51,8 +51,10 @@ class RoomClient:
         memory: BlockMemory | None,
         transports: Sequence[TransportClient],
         tls: PeerTls | None = None,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
         self.options = options
+        self.answer_timeout_s = answer_timeout_s
         self._tls = tls
         self.memory = memory
         self.bytes_by_transport: defaultdict[str, float] = defaultdict(float)
@@ -171,8 +173,8 @@ class RoomClient:
         for client in self._transports:
             if client.name not in accepted.transports:
                 continue
-            opened = await claim.open_transport(client.name)
             try:
+                opened = await claim.open_transport(client.name)
                 if opened.details is None:
                     raise PeerLost(opened.problem)
                 return await client.connect(claim.ticket, memory, opened.details), client.name
@@ -221,7 +223,7 @@ class RoomClaim:
         self._wanted: asyncio.Future[tuple[KvWanted, ...]] = loop.create_future()
         self._media: asyncio.Future[tuple[PlacedItem, ...]] = loop.create_future()
         self._accepted: asyncio.Future[wire.Accepted] = loop.create_future()
-        self._opened: asyncio.Future[wire.Opened] = loop.create_future()
+        self._opened: dict[str, asyncio.Future[wire.Opened]] = {}  # by transport
         self._released: asyncio.Future[None] = loop.create_future()
         self._taken: asyncio.Future[None] = loop.create_future()
         self._computed: asyncio.Queue[wire.Computed] = asyncio.Queue()
@@ -263,7 +265,8 @@ class RoomClaim:
         """See `Claim.taken`."""
         if not self._taken.done():
             self._taken.set_result(None)
-            self._connection.send(wire.Taken())
+            if self._claim_sent:  # else it follows the claim: a connection that begins otherwise is refused
+                self._connection.send(wire.Taken())
 
     def place(self, *wanted: KvWanted) -> None:
         """See `Claim.place`."""
@@ -290,9 +293,10 @@ class RoomClaim:
 
     async def open_transport(self, transport: str) -> wire.Opened:
         """Request the details of one of the producer's transports. Raises PeerLost."""
-        self._opened = asyncio.get_running_loop().create_future()
+        opened = self._opened[transport] = asyncio.get_running_loop().create_future()
         self._connection.send(wire.Open(transport))
-        return await _within(ANSWER_TIMEOUT_S, self._opened, f"the other worker did not open transport {transport}")
+        limit_s = self._consumer.answer_timeout_s
+        return await _within(limit_s, opened, f"the other worker did not open transport {transport}")
 
     async def _run(self) -> None:
         """Call a callback whatever happens, unless closed: without one the request waits until its deadline."""
@@ -335,7 +339,7 @@ class RoomClaim:
             await self._fetch(channel, transport, await self._wanted, memory)
         self._connection.send(wire.Taken())
         problem = "the other worker did not confirm that the blocks were still held"
-        await _within(ANSWER_TIMEOUT_S, self._released, problem)
+        await _within(self._consumer.answer_timeout_s, self._released, problem)
 
     async def _fetch(self, channel: Channel, transport: str, wanted: Sequence[KvWanted], memory: BlockMemory) -> None:
         """Copy the wanted blocks into `memory`, part by part as they are computed."""
@@ -363,8 +367,8 @@ class RoomClaim:
         match message:
             case wire.Accepted() if not self._accepted.done():
                 self._accept(message)
-            case wire.Opened() if not self._opened.done():
-                self._opened.set_result(message)
+            case wire.Opened() if message.transport in self._opened:
+                self._opened.pop(message.transport).set_result(message)
             case wire.Placed() if not self._media.done():
                 self._media.set_result(message.media)
             case wire.Computed():

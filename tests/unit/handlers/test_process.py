@@ -26,12 +26,13 @@ from baton.handlers.process import ProcessHandler
 from baton.models.tokenizer import HubTokenizer, HubTokenTexts
 from baton.ports.engine import Placeholder
 from baton.ports.runtime import Context, ModelCard, Wire
-from baton.protocol.codec import decode_request
+from baton.protocol.codec import DecodeError, decode_request, encode_request
 from baton.protocol.lifecycle import State
 from baton.protocol.requests import GenerateRequest
 from baton.protocol.text import decode_text, encode_text
 from baton.request.gate import Gate
 from baton.request.tracker import RequestLimits, RequestTracker
+from baton.router.request_view import view_request
 from baton.testing import RecordingObserver, run_bounded
 from baton.testing.memory_runtime import MemoryContext
 
@@ -333,6 +334,36 @@ def test_every_option_reaches_the_language_worker(directory: Path) -> None:
     assert sent.sampling.guided_decoding.json == {"type": "array"}
     assert sent.output.logprobs == 3
     assert sent.cache_salt == "tenant"
+
+
+def test_the_extensions_of_a_request_reach_routers_and_engines(directory: Path) -> None:
+    targets = {"ttft_target": 200.0}
+    constraints = {"required_taints": ["tenant-a"]}
+    front = Front(directory, END)
+    front.answer(
+        nvext={
+            "agent_hints": {"priority": 5, "strict_priority": 2, "osl": 30},
+            "router": targets,
+            "routing_constraints": constraints,
+            "cache_salt": "tenant",
+            "decode_worker_id": 7,
+            "dp_rank": 1,
+            "max_thinking_tokens": 9,
+        }
+    )
+    sent, routing = front.sent, front.sent.routing
+    assert routing is not None
+    assert (routing.priority, routing.expected_output_tokens, routing.cache_salt) == (5, 30, "tenant")
+    assert (routing.decode_worker_id, routing.dp_rank) == (7, 1)
+    assert routing.extra == {"priority_jump": 5.0, "strict_priority": 2, "routing_constraints": constraints}
+    assert sent.stop.max_thinking_tokens == 9
+    assert sent.extra == {"router": targets}
+    assert view_request(encode_request(sent)).point.ttft_ms == 200
+
+
+def test_an_extension_that_cannot_be_read_is_refused_with_its_path() -> None:
+    with pytest.raises(DecodeError, match=r"\$\.nvext\.agent_hints\.priority"):
+        decode_text({"model": "m", "prompt": "a", "nvext": {"agent_hints": {"priority": "high"}}})
 
 
 @pytest.mark.parametrize(

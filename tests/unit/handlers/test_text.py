@@ -277,6 +277,15 @@ def test_template_variables_stop_tokens_and_the_cache_salt_are_applied() -> None
     run_bounded(body())
 
 
+def test_the_priority_reaches_the_engine() -> None:
+    async def body() -> None:
+        engine = ScriptedEngine([END])
+        await TextHarness(engine).chunks(model="m", prompt="hi", nvext={"agent_hints": {"priority": 5}})
+        assert [work.priority for work in engine.submitted] == [5]
+
+    run_bounded(body())
+
+
 def test_empty_stop_strings_are_ignored() -> None:
     assert text_of(answer([*spell("abc"), END], stop=["", ""])) == "abc"
     assert text_of(answer([*spell("abc"), END], stop="")) == "abc"

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from contextlib import aclosing
 
 import msgspec
 import pytest
@@ -198,6 +199,55 @@ def test_d31_pool_at_its_queue_limit_is_skipped_until_its_requests_have_output()
         assert (await fleet.send(LONG)) == [LAST]
         assert fleet.metric("baton_router_pool_waiting_requests", pool="slow") == 0
         assert fleet.metric("baton_router_pool_requests_in_flight", pool="slow") == 0
+
+    run_bounded(body())
+
+
+ROOM: Wire = {"token_ids": [], "index": 0, "disaggregated_params": {"bootstrap_room": 7}}
+
+
+def test_a_request_whose_room_is_known_before_it_is_computed_waits_until_it_has_output() -> None:
+    async def body() -> None:
+        fleet = Fleet("fast")
+        await fleet.open(fleet.plan(queue_limit=1))
+        go = asyncio.Event()
+        fleet.pools["fast"].replies = [ROOM, go.wait, LAST]
+        context = MemoryContext("r")
+        async with aclosing(fleet.forwarder.generate(REQUEST, context)) as replies:
+            assert await anext(replies) == ROOM
+            assert fleet.metric("baton_router_pool_waiting_requests", pool="fast") == 1
+            with pytest.raises(Overloaded, match="queue full"):
+                await fleet.send()
+            asyncio.get_running_loop().call_later(0.1, go.set)
+            assert [reply async for reply in replies] == [LAST]
+        assert fleet.metric("baton_router_pool_waiting_requests", pool="fast") == 0
+        assert fleet.metric("baton_router_latency_seconds_sum", pool="fast", kind="ttft") >= 0.1
+        record = fleet.observer.records[-1]
+        assert record.first_output_s is not None
+        assert record.first_output_s >= 0.1
+
+    run_bounded(body())
+
+
+def test_a_pool_that_fails_after_the_room_is_known_is_not_tried_again() -> None:
+    async def body() -> None:
+        fleet = await Fleet("fast", "slow").open()
+        fleet.pools["slow"].replies = [ROOM, PeerLost("gone")]
+        with pytest.raises(PeerLost):
+            await fleet.send(LONG)
+        assert fleet.pools["fast"].requests == []
+        assert fleet.metric("baton_router_pool_waiting_requests", pool="slow") == 0
+
+    run_bounded(body())
+
+
+def test_an_answer_without_tokens_has_no_latency() -> None:
+    async def body() -> None:
+        fleet = await Fleet("fast").open()
+        fleet.pools["fast"].replies = [ROOM]
+        assert await fleet.send() == [ROOM]
+        assert fleet.metric("baton_router_latency_seconds_count", pool="fast", kind="ttft") == 0
+        assert fleet.metric("baton_router_pool_waiting_requests", pool="fast") == 0
 
     run_bounded(body())
 

@@ -204,6 +204,24 @@ def test_taken_before_the_connection_is_established_still_ends_the_room() -> Non
     run_bounded(body())
 
 
+def test_taken_at_any_moment_of_connecting_ends_the_room() -> None:
+    async def body() -> None:
+        async with pair() as it:
+            await complete_one_claim(it, 0)
+            for moments in range(1, 21):
+                lease = it.producer.offer(it.ticket(moments), 3)
+                claim = it.claim(moments)
+                await claim.bootstrap_address()
+                for _ in range(moments):
+                    await asyncio.sleep(0)
+                claim.taken()
+                await lease.ended()
+                await claim.close()
+            assert it.lost == []
+
+    run_bounded(body())
+
+
 @pytest.mark.parametrize("address", [BOOTSTRAP, ("10.0.0.9", 9001)], ids=["same address", "another address"])
 def test_after_a_restart_on_the_same_port_a_claim_never_keeps_a_stale_bootstrap_address(
     address: tuple[str, int],

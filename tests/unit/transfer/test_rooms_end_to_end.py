@@ -28,6 +28,7 @@ PLANES, BLOCK_BYTES, BLOCKS = 4, 512, 32
 ITEM = EncodedItem(modality="image", content_hash="ab", expansion=((7, 2),), embed_token=7, rows=2)
 MEDIA = (PlacedItem(item=ITEM, index=3),)
 QUICK = KvTransferOptions(claim_timeout_s=5.0, heartbeat_s=0.05, peer_timeout_s=1.0)
+QUICK_UNANSWERED = KvTransferOptions(heartbeat_s=0.05, peer_timeout_s=20.0)  # the other side sends no heartbeats
 
 
 class Pair:
@@ -863,6 +864,49 @@ def test_a_transport_that_cannot_connect_is_followed_by_the_next() -> None:
             it.claim().place(KvWanted(0, (1,)))
             await eventually(lambda: it.arrived == 1)
             assert set(it.consumer.bytes_by_transport) == {"tcp"}
+
+    run_bounded(body())
+
+
+def test_a_transport_that_is_not_opened_in_time_is_followed_by_the_next() -> None:
+    """The details of the first one arrive after those of the second were requested."""
+    connected: list[tuple[str, dict[str, object]]] = []
+
+    class Client(ScriptedClient):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> StalledChannel:
+            connected.append((self.name, details))
+            raise PeerLost("seen")
+
+    async def produce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(wire.PREAMBLE_BYTES)
+        frames, opening = wire.Frames(), 0
+        while data := await reader.read(4096):
+            for message in frames.feed(data):
+                if isinstance(message, wire.Claim):
+                    writer.write(wire.encode(wire.Accepted("p", message.memory, ("slow", "quick"), 1)))
+                elif isinstance(message, wire.Open):
+                    opening += 1
+                if isinstance(message, wire.Open) and opening == 2:
+                    writer.write(wire.encode(wire.Opened("slow", {"of": "slow"})))
+                    writer.write(wire.encode(wire.Opened("quick", {"of": "quick"})))
+        writer.close()
+
+    async def body() -> None:
+        mine = Cache(2)
+        server = await asyncio.start_server(produce, "127.0.0.1", 0)
+        ticket = Ticket(host="127.0.0.1", port=server.sockets[0].getsockname()[1], room=0, secret=SECRET)
+        consumer = RoomClient(QUICK_UNANSWERED, mine.memory, [Client("slow"), Client("quick")], answer_timeout_s=0.1)
+        lost: list[BatonError] = []
+        consumer.claim(ticket, lambda: None, lost.append)
+        await eventually(lambda: bool(lost))
+        assert connected == [("quick", {"of": "quick"})]
+        assert "did not open transport slow within" in lost[0].message
+        await consumer.close()
+        server.close()
 
     run_bounded(body())
 

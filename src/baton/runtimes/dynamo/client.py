@@ -103,10 +103,11 @@ def context_of(parent: Context | None) -> _core.Context:
 class OutgoingCall(Generic[R]):
     """One call. The runtime ignores a stop before the peer has connected, so a stop waits for that."""
 
-    __slots__ = ("_connect_timeout_s", "_context", "_pending", "_sending", "cancelled")
+    __slots__ = ("_connect_timeout_s", "_context", "_grace_is_over", "_pending", "_sending", "cancelled")
 
     def __init__(self, context: _core.Context, connect_timeout_s: float | None = None) -> None:
         self.cancelled = False
+        self._grace_is_over = False
         self._connect_timeout_s = connect_timeout_s
         self._context = context
         self._sending: asyncio.Future[AsyncIterator[R]] | None = None
@@ -136,6 +137,8 @@ class OutgoingCall(Generic[R]):
 
     async def next(self, replies: AsyncIterator[R]) -> R | None:
         """Return the next reply; None when there are no more."""
+        if self._grace_is_over:
+            raise Cancelled("the caller disconnected")
         self._pending = pending = asyncio.ensure_future(replies.__anext__())
         try:
             return await pending
@@ -164,6 +167,7 @@ class OutgoingCall(Generic[R]):
             sending.exception()
 
     def _stop_waiting(self) -> None:
+        self._grace_is_over = True
         if self._pending is not None:
             self._pending.cancel()
 
@@ -184,16 +188,26 @@ class _RoutedRequest:
         return self._router is not None
 
     async def route(self, request: Wire) -> tuple[Wire, int]:
-        """Return the request to send, with its data-parallel rank, and the instance that the router chooses."""
+        """Return the request to send, with its data-parallel rank, and the instance that the router chooses.
+
+        Raises PeerLost if it can choose none.
+        """
         assert self._router is not None, "routes only with a router"
         given = request.get("routing")
         routing: Mapping[str, object] = given if isinstance(given, dict) else {}
-        instance, dp_rank, _ = await self._router.best_worker(
-            request.get("token_ids") or [],
-            request_id=self._id,
-            lora_name=routing.get("lora_name"),
-            cache_namespace=routing.get("cache_salt"),
-        )
+        try:
+            instance, dp_rank, _ = await self._router.best_worker(
+                request.get("token_ids") or [],
+                request_id=self._id,
+                lora_name=routing.get("lora_name"),
+                routing_constraints=_constraints(routing),
+                strict_priority=routing.get("strict_priority") or 0,
+                cache_namespace=routing.get("cache_salt"),
+            )
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            raise PeerLost(f"no worker can take the request: {error}") from error  # another pool may have one
         return {**request, "routing": {**routing, "dp_rank": dp_rank}}, instance
 
     def mark_prefilled(self) -> None:
@@ -206,6 +220,14 @@ class _RoutedRequest:
         """The request has ended."""
         if self._router is not None:
             self._router.free(self._id).add_done_callback(_log_failure)
+
+
+def _constraints(routing: Mapping[str, object]) -> _core.RoutingConstraints | None:
+    """Return the taints that a request requires and prefers, if it names any."""
+    given = routing.get("routing_constraints")
+    if not isinstance(given, dict):
+        return None
+    return _core.RoutingConstraints(set(given.get("required_taints") or ()), dict(given.get("preferred_taints") or {}))
 
 
 def _log_failure(update: asyncio.Future[None]) -> None:

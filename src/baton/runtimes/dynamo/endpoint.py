@@ -26,6 +26,7 @@ class DynamoEndpoint:
         self._serve_name = serve_name
         self._other_names: dict[str, DynamoEndpoint] = {}
         self._registered = True
+        self._is_whole = True  # False while some of its entries in discovery are lost
         self._card: ModelCard | None = None
         self._adapters: set[str] = set()
         self._kv_publisher: KvEventPublisher | None = None
@@ -42,7 +43,9 @@ class DynamoEndpoint:
     @property
     def is_registered(self) -> bool:
         """See `Endpoint.is_registered`."""
-        return self._is_discovered and all(other.is_registered for other in self._other_names.values())
+        return (
+            self._is_discovered and self._is_whole and all(other.is_registered for other in self._other_names.values())
+        )
 
     @property
     def _is_discovered(self) -> bool:
@@ -132,9 +135,12 @@ class DynamoEndpoint:
 
     async def restore(self) -> None:
         """See `Runtime.restore`. The model and the event channels are entries of their own, which are lost too."""
-        if self._registered and not self._is_discovered:
-            await self._raw.register_endpoint_instance()
+        if self._registered and not (self._is_discovered and self._is_whole):
+            self._is_whole = False
+            if not self._is_discovered:
+                await self._raw.register_endpoint_instance()
             if self._card is not None:
                 await self._register_card(self._card)
                 for adapter in sorted(self._adapters):
                     await register(self._raw, self._card, adapter)
+            self._is_whole = True
