@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from baton.errors import ContextTooLong, InvalidRequest, Unsupported
 from baton.handlers.unknown_options import unknown_options
+from baton.models.reasoning import ends_reasoning
 from baton.ports.engine import Capabilities, EngineInfo, Work
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
@@ -16,7 +17,6 @@ MAX_TOKEN_DIGITS = 10
 # Of one answer: each log-probability of a prompt is an object in one message.
 MAX_PROMPT_LOGPROBS = 65_536
 MAX_STOP_TOKENS = 1024
-REASONING_TAIL = 8  # tokens at the end of a prompt in which a template ends reasoning
 MAX_LOGIT_BIASES = 4096
 
 _USED_BY = {"json": ", which response_format and a tool_choice other than auto and none require"}
@@ -150,7 +150,7 @@ def _reasons_before_its_guide(request: GenerateRequest, info: EngineInfo) -> boo
     guided = request.sampling.guided_decoding
     if not request.require_reasoning or guided is None or not guided.kinds():
         return False
-    return info.reasoning_end_token not in request.token_ids[-REASONING_TAIL:]
+    return not ends_reasoning(request.token_ids, info.reasoning_end_token)
 
 
 def _unsupported(request: GenerateRequest, can: Capabilities, reasons_first: bool) -> Iterator[str]:

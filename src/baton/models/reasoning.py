@@ -1,10 +1,12 @@
 """Where reasoning ends in the output of a model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 END_OF_REASONING = "</think>"
+REASONING_TAIL = 8  # tokens at the end of a prompt in which a template ends reasoning
 
 
 class _AddedToken(msgspec.Struct):
@@ -14,6 +16,11 @@ class _AddedToken(msgspec.Struct):
 
 class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
+
+
+def ends_reasoning(prompt: Sequence[int], end_token: int | None) -> bool:
+    """Return whether a prompt ends reasoning, as that of a template that disables it does."""
+    return end_token in prompt[-REASONING_TAIL:]
 
 
 def reasoning_end_token(directory: Path) -> int | None:

@@ -16,8 +16,8 @@ from baton.engine_kit.output_stream import OutputStream
 from baton.engines.sglang.commands import Commands
 from baton.engines.sglang.compat import import_sglang
 from baton.engines.sglang.embed_requests import EmbedRequests
-from baton.engines.sglang.engine_info import Facts
-from baton.engines.sglang.host import SglangHost
+from baton.engines.sglang.engine_info import default_priority
+from baton.engines.sglang.host import SglangHost, Started
 from baton.engines.sglang.launch_mode import LaunchMode
 from baton.engines.sglang.own_media import OwnMedia, open_own_media
 from baton.engines.sglang.params import Setting
@@ -67,7 +67,7 @@ class SglangEngine:
         if started.manager is None:
             return started.info
         media = await open_own_media(self._host.model_dir, started.manager, self.capabilities)
-        requests = Requests(started.manager, _generate_request(), self._setting(started.manager, started.facts))
+        requests = Requests(started.manager, _generate_request(), self._setting(started, started.manager))
         self._host.on_death(requests.abandon)
         self._host.before_stop(lambda: requests.close(EngineDead("the engine has stopped")))
         commands = Commands(
@@ -141,7 +141,8 @@ class SglangEngine:
             raise EngineDead("the engine is not running")
         return self._serving
 
-    def _setting(self, manager: Manager, facts: Facts) -> Setting:
+    def _setting(self, started: Started, manager: Manager) -> Setting:
+        facts = started.facts
         return Setting(
             dialect=import_sglang(),
             needs_bootstrap=self._host.mode.disaggregation != "null",
@@ -150,6 +151,8 @@ class SglangEngine:
             diffusion=self.capabilities.diffusion,
             context=facts.context,
             grammar_backend=facts.values["grammar_backend"],
+            reasoning_end_token=started.info.reasoning_end_token,
+            default_priority=default_priority(facts.values),
             defaults=manager.model_config.get_default_sampling_params(),
         )
 

@@ -88,9 +88,9 @@ def _sampling_capabilities(options: SglangOptions, values: Mapping[str, Any], di
         "guided": GUIDES if guides else frozenset(),
         "logit_bias": not diffusion,
         "stop_regex": options.guided and not diffusion,  # SGLang decodes its tokens to match them
-        # Both need the token that ends reasoning, which SGLang has from its parser.
+        # Both need the token that ends reasoning, which SGLang has from its parser, and grammars.
         "guides_after_reasoning": bool(guides and values.get("reasoning_parser")),
-        "max_thinking_tokens": bool(values.get("reasoning_parser")) and not diffusion,
+        "max_thinking_tokens": bool(guides and values.get("reasoning_parser") and values.get("enable_strict_thinking")),
     }
 
 
@@ -152,6 +152,14 @@ def engine_info(facts: Facts, mode: LaunchMode, arguments: Arguments, model_dir:
         group=arguments.values["dist_init_addr"] if int(arguments.values["nnodes"]) > 1 else None,
         adapters=facts.adapters,
     )
+
+
+def default_priority(values: Mapping[str, Any]) -> int | None:
+    """Return the priority of requests without one; None if SGLang runs without priorities.
+
+    SGLang puts a request without a priority behind all others, also behind those with a negative one.
+    """
+    return int(values.get("default_priority_value") or 0) if values.get("enable_priority_scheduling") else None
 
 
 def _adapters(manager: Manager | None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import msgspec
 
 from baton.engines.sglang.compat import Dialect
 from baton.errors import InvalidRequest, Unsupported
+from baton.models.reasoning import ends_reasoning
 from baton.ports.engine import Work
 from baton.protocol.handoff import ROOM_BITS, Bootstrap, Consume, Handoff, LocalProbe, PrefillResult, Produce
 from baton.protocol.media import MediaFile
@@ -23,7 +24,10 @@ _META = re.compile(r"([\\.^$*+?{}\[\]|()])")
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """How a started engine takes requests. One that `needs_bootstrap` runs disaggregated."""
+    """How a started engine takes requests. One that `needs_bootstrap` runs disaggregated.
+
+    `default_priority` is that of requests without one; None if the engine has no priorities.
+    """
 
     dialect: Dialect
     needs_bootstrap: bool = False
@@ -32,6 +36,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     diffusion: bool = False
     context: int = 0
     grammar_backend: str | None = None
+    reasoning_end_token: int | None = None
+    default_priority: int | None = None
     defaults: Mapping[str, Any] = {}
 
 
@@ -49,15 +55,25 @@ def request_fields(work: Work, rid: str, index: int, setting: Setting) -> dict[s
         "return_logprob": logprobs is not None or prompt_logprobs is not None,
         "top_logprobs_num": max(logprobs or 0, prompt_logprobs or 0),
         "logprob_start_len": -1 if prompt_logprobs is None else 0,
-        "priority": work.priority or None,
+        "priority": work.priority or setting.default_priority,
         "lora_path": work.lora_name,
-        "require_reasoning": work.require_reasoning or None,
+        "require_reasoning": _reasons(work, setting) or None,
         "max_thinking_tokens": work.stop.max_thinking_tokens,
         "external_trace_header": dict(work.trace_headers) or None,
         setting.dialect.dp_rank: work.dp_rank,
         setting.dialect.salt: work.cache_salt,
     }
     return fields | _bootstrap_fields(work.handoff, setting) | _prefill_rank(work, setting)
+
+
+def _reasons(work: Work, setting: Setting) -> bool:
+    """Return whether SGLang takes the first tokens for reasoning, which alone it holds to a budget."""
+    if work.require_reasoning or work.stop.max_thinking_tokens is None:
+        return work.require_reasoning
+    guided = work.sampling.guided_decoding
+    if guided is not None and guided.kinds():
+        return False  # the guide applies from the first token
+    return not ends_reasoning(work.token_ids, setting.reasoning_end_token)
 
 
 def sampling_params(work: Work, index: int, setting: Setting) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Pausing SGLang, releasing its memory, and clearing its cache.
 
 `control/` owns the state: which pause holds and which memory is released. Here are the operations. SGLang dies when
-memory that requests use is released, so generation stops before a release, and stays stopped.
+memory is released while it has anything to do, so requests return to the queue before a release, and stay there.
 """
 
 from collections.abc import AsyncIterator
@@ -23,6 +23,7 @@ class PauseCommands:
         self._manager = manager
         self._requests = requests
         self._retracts = retracts
+        self._released: set[str] = set()
 
     async def execute(self, command: Pause | Continue | ClearCache | ReleaseMemory | ResumeMemory) -> Outcome:
         """See `Engine.execute`."""
@@ -83,7 +84,10 @@ class PauseCommands:
         because = self._requests.because = Paused("the engine has been paused")
         try:
             affected = self._requests.end_early(because)
-            await self._manager.pause_generation(PauseGenerationReqInput(mode="abort"))
+            if not self._released:
+                if self._requests.held:
+                    await self._continue()  # SGLang waits until every request has ended, and ends them in steps
+                await self._manager.pause_generation(PauseGenerationReqInput(mode="abort"))
         finally:
             self._requests.because = None
         self._requests.held = True
@@ -104,15 +108,22 @@ class PauseCommands:
     async def _release(self, tags: tuple[str, ...]) -> Outcome:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        if not self._retracts:
+        generated = not self._requests.held
+        if self._retracts:
+            await self._hold("retract")  # after a pause in place too
+        else:
             self._refuse_while_busy()
-        elif not self._requests.held:
-            await self._hold("retract")
+        if not (await self._manager.flush_cache()).success:
+            if generated and self._retracts:
+                await self._continue()
+            raise InvalidRequest("SGLang still has work that cannot be returned to the queue; retry in a moment")
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)), None)
+        self._released.update(tags)
         return Outcome(message=f"released {' and '.join(tags)}")
 
     async def _resume(self, tags: tuple[str, ...]) -> Outcome:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)), None)
+        self._released.difference_update(tags)
         return Outcome(message=f"resumed {' and '.join(tags)}")

@@ -51,6 +51,7 @@ from baton.protocol.requests import StopConditions
 log = logging.getLogger(__name__)
 
 EVENTS_INTERVAL_S = 0.02
+FULL_SAMPLER = "TRTLLMSampler"
 MAX_PREPARING = 8  # requests whose media are preprocessed at once, each on a thread
 
 
@@ -135,7 +136,7 @@ class TrtllmEngine:
         tree = {**self._tree, "max_seq_len": context}
         llm = await self._lifecycle.build(lambda: make_llm(library, self._options, tree))
         self._loras.add_configured(find(self._tree, "lora_config", "lora_dir"))
-        model = self._model(config, defaults)
+        model = self._model(config, defaults, library)
         await self._generate_first_token(llm, GenerateArgs(library, model, self._loras, self._disaggregated, context))
         media_info, media = await run_in_thread("trtllm-tokenizer", lambda: self._media(library))
         blocks, block_size = await run_in_thread("trtllm-capacity", lambda: read_capacity(library, llm))
@@ -235,9 +236,13 @@ class TrtllmEngine:
         """See `Engine.stop`."""
         await self._lifecycle.stop()
 
-    def _model(self, config: ModelConfig, defaults: SamplingDefaults) -> Model:
-        thinking = bool(self._tree.get("reasoning_parser"))
-        return Model(vocab_size=config.vocab_size, defaults=defaults, thinking=thinking)
+    def _model(self, config: ModelConfig, defaults: SamplingDefaults, library: Library) -> Model:
+        return Model(
+            vocab_size=config.vocab_size,
+            defaults=defaults,
+            thinking=bool(self._tree.get("reasoning_parser")),
+            ignores_options=not library.features.sampler_options and self._tree.get("sampler_type") != FULL_SAMPLER,
+        )
 
     def _media(self, library: Library) -> tuple[MediaInfo | None, MediaPrompts]:
         info = read_media_info(self._model_dir)

@@ -59,6 +59,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     priority: bool  # requests have one
+    sampler_options: bool  # the default sampler has penalties, min_p and seeds; before, it ignores them
     zero_logprobs: bool  # 0 is the chosen token only; before, 0 is off
     thinking_budget: bool
     handoff_ids: bool  # a handoff has an id that is unique among workers, and log-probabilities
@@ -105,6 +106,7 @@ def features_of(version: str) -> Features:
     return Features(
         version=version,
         priority=new,
+        sampler_options=new,
         zero_logprobs=new,
         thinking_budget=new,
         handoff_ids=new,

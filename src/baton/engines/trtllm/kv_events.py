@@ -21,15 +21,22 @@ class KvEvents:
 
     def translate(self, raw: Raw) -> Iterator[KvEvent]:
         """Yield the events to publish. Raises KeyError, TypeError or ValueError for an event of unknown format."""
-        number = raw.get("attention_dp_rank")
-        rank = number if isinstance(number, int) else 0
-        if rank not in self._ranks:
-            self._ranks[rank] = _RankEvents(rank, self._block_size)
-        yield from self._ranks[rank].translate(raw)
+        yield from self._rank(raw).translate(raw)
+
+    def unreadable(self, raw: Raw) -> list[KvEvent]:
+        """Return what withdraws the blocks of the rank of an event that `translate` raised for: it may remove some."""
+        return self._rank(raw).ledger.cleared()
 
     def unpublish(self) -> list[KvEvent]:
         """Return the events that withdraw every block, because published events were lost."""
         return [event for rank in self._ranks.values() for event in rank.ledger.gap()]
+
+    def _rank(self, raw: Raw) -> "_RankEvents":
+        number = raw.get("attention_dp_rank")
+        rank = number if isinstance(number, int) else 0
+        if rank not in self._ranks:
+            self._ranks[rank] = _RankEvents(rank, self._block_size)
+        return self._ranks[rank]
 
 
 class _Chain(NamedTuple):

@@ -26,6 +26,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     defaults: SamplingDefaults
     thinking: bool = False  # the engine has a reasoning parser
+    ignores_options: bool = False  # the engine's sampler accepts penalties, min_p and seeds, and ignores them
 
 
 def is_greedy(sampling: Sampling) -> bool:
@@ -58,6 +59,8 @@ def stop_tokens(stop: StopConditions) -> tuple[int, ...]:
 
 def sampling_params(work: Work, model: Model, library: Library) -> object:
     """Return SamplingParams for `work`. Raises InvalidRequest or Unsupported, naming the field."""
+    if model.ignores_options:
+        _refuse_ignored(work.sampling)
     fields = SamplingFields13(
         max_tokens=work.max_tokens,
         detokenize=False,
@@ -80,6 +83,22 @@ def sampling_params(work: Work, model: Model, library: Library) -> object:
         return library.sampling_params(**fields)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"sampling_options: {' '.join(str(error).split())}") from error
+
+
+def _refuse_ignored(sampling: Sampling) -> None:
+    """Raise Unsupported for an option that the engine's sampler would ignore. The model's defaults are no request."""
+    effects = {
+        "min_p": sampling.min_p or None,
+        "presence_penalty": sampling.presence_penalty or None,
+        "frequency_penalty": sampling.frequency_penalty or None,
+        "repetition_penalty": None if sampling.repetition_penalty == 1 else sampling.repetition_penalty,
+        "seed": None if is_greedy(sampling) else sampling.seed,
+    }
+    if asked := [name for name, value in effects.items() if value is not None]:
+        raise Unsupported(
+            f"{asked[0]}: the default sampler of TensorRT-LLM 1.2 ignores it; add --sampler_type TRTLLMSampler to the"
+            " engine's arguments, or use 1.3"
+        )
 
 
 def _stop_fields(work: Work) -> SamplingFields13:

@@ -68,9 +68,10 @@ class Readings:
             try:
                 self._events.extend(self._kv_events.translate(event))
             except (KeyError, TypeError, ValueError) as error:
+                self._events.extend(self._kv_events.unreadable(event))
                 if not self._warned:
                     self._warned = True
-                    log.warning("ignoring KV events of unknown format: %r", error)
+                    log.warning("KV events of unknown format withdraw the blocks of their rank: %r", error)
         if len(self._events) > self._max_events:
             log.warning("dropping %d unread KV events; every block is withdrawn", len(self._events))
             self._events.clear()

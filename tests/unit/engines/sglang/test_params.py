@@ -2,11 +2,16 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from baton.config.engines import SglangOptions
 from baton.engines.sglang.compat import Dialect
+from baton.engines.sglang.engine_info import capabilities_of, default_priority
+from baton.engines.sglang.launch_mode import LaunchMode
 from baton.engines.sglang.params import FAKE_HOST, ROOM_ZERO, Setting, escape, request_fields, sampling_params
+from baton.engines.sglang.server_args import Arguments
 from baton.errors import InvalidRequest, Unsupported
 from baton.ports.engine import Work
 from baton.protocol.handoff import Bootstrap, Consume, Handoff, LocalProbe, PrefillResult, Produce
@@ -146,6 +151,41 @@ def test_everything_else_of_a_request_arrives() -> None:
     assert fields["input_ids"] == [1, 2]
     assert (fields["priority"], fields["routed_dp_rank"], fields["lora_path"]) == (3, 1, "fine")
     assert (fields["cache_salt"], fields["external_trace_header"]) == ("tenant", {"traceparent": "00-a-b-01"})
+
+
+def test_a_request_without_a_priority_goes_before_one_with_a_negative_one() -> None:
+    assert request_fields(make_work(), "rid", 0, PLAIN)["priority"] is None
+    values = {"enable_priority_scheduling": True, "default_priority_value": None}
+    setting = Setting(dialect=PLAIN.dialect, default_priority=default_priority(values))
+    sent = [request_fields(make_work(priority=each), "rid", 0, setting)["priority"] for each in (-2, 0, 3)]
+    assert sent == [-2, 0, 3]
+    assert default_priority(values | {"default_priority_value": 5}) == 5
+    assert default_priority({"enable_priority_scheduling": False}) is None
+
+
+def test_a_thinking_budget_marks_the_first_tokens_as_reasoning() -> None:
+    setting = Setting(dialect=PLAIN.dialect, reasoning_end_token=9)
+
+    def reasons(**changes: object) -> object:
+        return request_fields(make_work(**changes), "rid", 0, setting)["require_reasoning"]
+
+    budget = StopConditions(max_thinking_tokens=4)
+    assert reasons() is None
+    assert reasons(stop=budget)
+    assert reasons(stop=budget, token_ids=(1, 9, 2)) is None, "the prompt has ended it"
+    guided = Sampling(guided_decoding=GuidedDecoding(regex="a"))
+    assert reasons(stop=budget, sampling=guided) is None, "the guide applies from the first token"
+    assert reasons(stop=budget, sampling=guided, require_reasoning=True)
+
+
+@pytest.mark.parametrize("missing", ["", "reasoning_parser", "enable_strict_thinking", "grammar_backend"])
+def test_a_thinking_budget_needs_every_argument_that_sglang_needs_for_it(missing: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    values = {"reasoning_parser": "qwen3", "enable_strict_thinking": True, "grammar_backend": "xgrammar"}
+    values |= {"dp_size": 1, missing: "none" if missing == "grammar_backend" else None}
+    arguments = Arguments(given=frozenset(), values=values)
+    can = capabilities_of(LaunchMode(), SglangOptions(), arguments, tmp_path)
+    assert can.max_thinking_tokens is (not missing)
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,7 @@ def test_log_probabilities_of_prompt_and_output_are_the_engines(version: str) ->
 @both
 def test_sampled_choices_end_each_with_a_legal_reason(version: str) -> None:
     async def body() -> None:
-        async with started(make(version, World())) as session:
+        async with started(make(version, World(), "--sampler_type=TRTLLMSampler")) as session:
             request = work(
                 1, tokens=40, sampling=Sampling(n=3, seed=5), stop=StopConditions(stop_token_ids=tuple(range(60)))
             )
@@ -481,6 +481,32 @@ def test_an_engine_whose_start_was_cancelled_is_shut_down() -> None:
         await engine.stop()
         go.set()
         await eventually(lambda: bool(engines) and engines[0]._executor is None)
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "names"),
+    [
+        (Sampling(frequency_penalty=0.5), "frequency_penalty"),
+        (Sampling(presence_penalty=-1.0), "presence_penalty"),
+        (Sampling(repetition_penalty=1.1), "repetition_penalty"),
+        (Sampling(min_p=0.1), "min_p"),
+        (Sampling(temperature=0.7, seed=0), "seed"),
+    ],
+)
+def test_an_option_that_the_sampler_ignores_is_refused_by_name(sampling: Sampling, names: str) -> None:
+    async def body() -> None:
+        plain = Sampling(
+            temperature=0.0, seed=3, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
+        )
+        async with started(make("1.2.1", World())) as session:
+            with pytest.raises(Unsupported, match=f"^{names}: .*--sampler_type TRTLLMSampler"):
+                session.engine.submit(work(1, tokens=4, sampling=sampling))
+            await read_to_the_end(session.engine.submit(work(1, tokens=4, sampling=plain)))
+        for version, more in (("1.2.1", ("--sampler_type=TRTLLMSampler",)), ("1.3.0rc22", ())):
+            async with started(make(version, World(), *more)) as session:
+                await read_to_the_end(session.engine.submit(work(1, tokens=4, sampling=sampling)))
 
     run_bounded(body())
 

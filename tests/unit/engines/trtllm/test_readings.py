@@ -44,7 +44,7 @@ def test_load_is_published_by_rank_from_the_start() -> None:
     run_bounded(body())
 
 
-def test_events_of_unknown_format_are_ignored_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_of_unknown_format_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         readings, writer = Readings(SIZE, 100, ranks=1), EventWriter()
         unknown: list[dict[str, Any]] = [
@@ -58,6 +58,17 @@ def test_events_of_unknown_format_are_ignored_and_logged_once(caplog: pytest.Log
 
     run_bounded(body())
     assert len(caplog.records) == 1
+
+
+def test_an_event_of_unknown_format_withdraws_the_blocks_of_its_rank() -> None:
+    async def body() -> None:
+        readings, writer = Readings(SIZE, 100, ranks=1), EventWriter()
+        readings.add_events([writer.stored(block(1)), writer.event({"type": "removed"}), writer.stored(block(2))])
+        published = await next_of(readings.read(), 3)
+        stored = [KvStored((name,), (0, 1, 2, 3), SIZE) for name in (1, 2)]
+        assert published == [stored[0], KvCleared(0), stored[1]]
+
+    run_bounded(body())
 
 
 def test_unread_events_beyond_the_limit_become_one_cleared_event() -> None:
