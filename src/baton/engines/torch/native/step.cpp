@@ -261,7 +261,7 @@ private:
             if (piece.count >= kManyRows) {
                 // The last rows see the most keys: they go first, so that what is left at the end is little.
                 for (int tiles = (piece.count + most - 1) / most, i = tiles - 1; i >= 0; --i) {
-                    int first = piece.count * i / tiles, end = piece.count * (i + 1) / tiles;
+                    int first = int(int64_t(piece.count) * i / tiles), end = int(int64_t(piece.count) * (i + 1) / tiles);
                     tasks_.push_back({number, first, end - first, 0, 1, 0});
                 }
                 continue;
