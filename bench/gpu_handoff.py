@@ -13,7 +13,7 @@ import random
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -190,12 +190,17 @@ def run(transport: str, rounds: int) -> list[dict[str, Any]]:
     process = multiprocessing.get_context("spawn").Process(target=produce, args=(its, transport), daemon=True)
     process.start()
     try:
-        return asyncio.run(asyncio.wait_for(measure(ours, transport, rounds), LIMIT_S))
+        return asyncio.run(_within_limit(measure(ours, transport, rounds)))
     except (PeerLost, TimeoutError) as error:
         return [{"transport": transport, "problem": str(error) or f"not within {LIMIT_S:g} s"}]
     finally:
         process.kill()
         process.join()
+
+
+async def _within_limit(measuring: Coroutine[Any, Any, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    async with asyncio.timeout(LIMIT_S):
+        return await measuring
 
 
 def _line(row: dict[str, Any]) -> str:

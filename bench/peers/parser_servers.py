@@ -19,6 +19,10 @@ EVENT = b'data: {"id":"chatcmpl-0","choices":[{"index":0,"delta":{"content":"wor
 EVENT_TYPE = "text/event-stream"
 
 
+def _nothing() -> None:
+    """An answer has ended."""
+
+
 class PartsConnection(asyncio.Protocol):
     """The parts of the edge without its rules: httptools for requests, `AnswerWriter` for answers."""
 
@@ -28,7 +32,7 @@ class PartsConnection(asyncio.Protocol):
         self._request = Request()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._writer = AnswerWriter(cast(Any, self._edge), cast(asyncio.Transport, transport), lambda: None)
+        self._writer = AnswerWriter(cast(Any, self._edge), cast(asyncio.Transport, transport), _nothing, _nothing)
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)

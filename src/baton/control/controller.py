@@ -234,7 +234,8 @@ class Controller:
         timeout_s = _timeout_s(command, self._command_timeout_s)
         self._calling_engine = True
         try:
-            return await asyncio.wait_for(self._engine.execute(command), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await self._engine.execute(command)
         except TimeoutError:
             raise EngineStalled(f"the engine has not executed {name_of(command)} within {timeout_s:g} s") from None
         except BatonError:

@@ -70,4 +70,5 @@ class DiscoveryRegistration:
         await self._bounded(self._endpoint.deregister())
 
     async def _bounded(self, call: Coroutine[Any, Any, None]) -> None:
-        await asyncio.wait_for(call, self._timeout_s)
+        async with asyncio.timeout(self._timeout_s):
+            await call

@@ -103,7 +103,8 @@ class Edge:
         if self._connections:
             self._all_closed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_closed.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._all_closed.wait()
         for connection in list(self._connections):
             connection.abort()
         for task in list(self._tasks):

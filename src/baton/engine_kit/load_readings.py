@@ -17,6 +17,7 @@ async def load_readings(progress: Callable[[], Progress], stopped: asyncio.Event
         if (load := LoadSnapshot(now.running, now.waiting, 0, 1)) != last:
             yield (last := load)
         try:
-            await asyncio.wait_for(stopped.wait(), LOAD_INTERVAL_S)
+            async with asyncio.timeout(LOAD_INTERVAL_S):
+                await stopped.wait()
         except TimeoutError:
             continue

@@ -162,7 +162,8 @@ async def abort(engine: AbortableEngine, request_id: RequestId, abort_timeout_s:
     """Abort at the engine, even if the calling task is cancelled; stop waiting after `abort_timeout_s`."""
     task = asyncio.ensure_future(engine.abort(request_id))
     try:
-        await asyncio.wait_for(asyncio.shield(task), abort_timeout_s)
+        async with asyncio.timeout(abort_timeout_s):
+            await asyncio.shield(task)
     except TimeoutError:
         log.error("%s the engine did not confirm an abort within %g s", request_id, abort_timeout_s)
         task.cancel()

@@ -14,7 +14,8 @@ Probe = Callable[[], Awaitable[None]]
 async def try_probe(probe: Probe, timeout_s: float) -> str | None:
     """Run `probe` once; return what is wrong, or None if it was answered in time."""
     try:
-        await asyncio.wait_for(probe(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await probe()
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
     except BatonError as error:

@@ -73,7 +73,8 @@ class TimedScrape:
             self._pending = asyncio.ensure_future(self._scrape())
             self._pending.add_done_callback(_retrieve)
         try:
-            return await asyncio.wait_for(asyncio.shield(self._pending), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.shield(self._pending)
         except TimeoutError:
             log.warning("%s has returned no metrics within %g s", self._name, self._timeout_s)
         except Exception as error:  # noqa: BLE001 - the other metrics are still shown

@@ -74,7 +74,8 @@ class RegistrationWatch:
 
     async def _try_restore(self) -> str | None:
         try:
-            await asyncio.wait_for(self._restore(), RESTORE_TIMEOUT_S)
+            async with asyncio.timeout(RESTORE_TIMEOUT_S):
+                await self._restore()
         except TimeoutError:
             return f"no answer within {RESTORE_TIMEOUT_S:g} s"
         except PeerLost as error:

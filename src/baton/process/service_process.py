@@ -217,7 +217,8 @@ class ServiceProcess:
 async def bounded(problem: str, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
     """Do `work` during shutdown: if it fails or takes too long, log `problem` and go on."""
     try:
-        await asyncio.wait_for(work, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await work
     except Exception as error:  # noqa: BLE001 - the shutdown continues
         log.warning("%s: %r", problem, error)
 

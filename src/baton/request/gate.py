@@ -80,7 +80,8 @@ class Gate:
         if not self._scopes:
             return True
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
         except TimeoutError:
             return False
         return True

@@ -201,7 +201,8 @@ class Fleet:
             return
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), limit_s)
+            async with asyncio.timeout(limit_s):
+                await process.wait()
         except TimeoutError:
             log.error("%s did not exit within %g s (%s); killing it", process.name, limit_s, process.exit_reason())
             process.send_signal(signal.SIGKILL)

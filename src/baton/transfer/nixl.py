@@ -350,7 +350,8 @@ async def _bounded(pool: ThreadPoolExecutor, work: Callable[[], T], limit_s: flo
     future = asyncio.wrap_future(pool.submit(work))
     future.add_done_callback(_retrieve)
     try:
-        return await asyncio.wait_for(asyncio.shield(future), limit_s)
+        async with asyncio.timeout(limit_s):
+            return await asyncio.shield(future)
     except TimeoutError:
         raise PeerLost(f"{problem} within {limit_s:g} s") from None
 

@@ -143,7 +143,15 @@ class RoomClient:
         self._producers = {address: name for address, name in self._producers.items() if name != producer}
 
     async def connect(self, ticket: Ticket, connection: RoomConnection) -> None:
-        """Connect to a producer. Raises PeerLost."""
+        """Connect to a producer. Raises PeerLost; the connection is closed then."""
+        try:
+            await self._connect(ticket, connection)
+        except BaseException:
+            # Cancelled at the last moment, it is made, and its transport closed: uvloop raises on the next use of that.
+            connection.close()
+            raise
+
+    async def _connect(self, ticket: Ticket, connection: RoomConnection) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.options.connect_timeout_s):
@@ -316,8 +324,8 @@ class RoomClaim:
             self._on_lost(self._error)
 
     def _fail(self, error: BatonError) -> None:
-        self._connection.send(wire.encode_error(error))
         self._error = self._error or error
+        self._connection.send(wire.encode_error(error))
 
     def _clean_up(self, _: asyncio.Task[None]) -> None:
         """A callback, since a task that is cancelled before its first step never runs."""
@@ -415,6 +423,7 @@ def _pairs(blocks: Sequence[int], position: int, wanted: Sequence[KvWanted]) -> 
 
 async def _within(limit_s: float, answer: asyncio.Future[T], problem: str) -> T:
     try:
-        return await asyncio.wait_for(asyncio.shield(answer), limit_s)
+        async with asyncio.timeout(limit_s):
+            return await asyncio.shield(answer)
     except TimeoutError:
         raise PeerLost(f"{problem} within {limit_s:g} s") from None

@@ -120,7 +120,8 @@ class RoomServer:
     async def drain(self, timeout_s: float) -> bool:
         """Wait until no room is open; return False if that takes longer than `timeout_s`."""
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
         except TimeoutError:
             return False
         return True

@@ -2,12 +2,14 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
 import numpy as np
 import pytest
+import uvloop
 
 from baton.config.transfer import KvTransferOptions
 from baton.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, PeerLost
@@ -909,6 +911,57 @@ def test_a_transport_that_is_not_opened_in_time_is_followed_by_the_next() -> Non
         server.close()
 
     run_bounded(body())
+
+
+def test_a_claim_is_lost_when_an_answer_and_the_end_arrive_together() -> None:
+    """As in a worker that was frozen, and reads both when it continues."""
+
+    async def produce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(wire.PREAMBLE_BYTES)
+        frames = wire.Frames()
+        while data := await reader.read(4096):
+            for message in frames.feed(data):
+                if isinstance(message, wire.Claim):
+                    writer.write(wire.encode(wire.Accepted("p", message.memory, ("shm",), 1)))
+                elif isinstance(message, wire.Open):
+                    end = wire.encode(wire.encode_error(PeerLost("the other worker was silent")))
+                    writer.write(wire.encode(wire.Opened("shm", {})) + end)
+        writer.close()
+
+    async def body() -> None:
+        server = await asyncio.start_server(produce, "127.0.0.1", 0)
+        ticket = Ticket(host="127.0.0.1", port=server.sockets[0].getsockname()[1], room=0, secret=SECRET)
+        consumer = RoomClient(QUICK_UNANSWERED, Cache(2).memory, [ScriptedClient(StalledChannel())])
+        lost: list[BatonError] = []
+        consumer.claim(ticket, lambda: None, lost.append)
+        await eventually(lambda: bool(lost))
+        assert lost[0].message == "the other worker was silent"
+        await consumer.close()
+        server.close()
+
+    run_bounded(body())
+
+
+def test_a_claim_is_lost_when_its_connection_is_made_as_its_time_ends() -> None:
+    """As in a worker that was frozen meanwhile. The transport of uvloop is closed then, and raises when it is used."""
+
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+            host, port = listener.getsockname()
+            consumer = RoomClient(msgspec.structs.replace(QUICK, connect_timeout_s=0.05), None, ())
+            lost: list[BatonError] = []
+            for room in range(20):
+                ticket = Ticket(host=host, port=port, room=room, secret=SECRET)
+                consumer.claim(ticket, lambda: None, lost.append)
+                await asyncio.sleep(0)
+                freeze(0.06)
+            await eventually(lambda: len(lost) == 20)
+            await consumer.close()
+
+    def freeze(seconds: float) -> None:
+        time.sleep(seconds)
+
+    uvloop.run(body())
 
 
 def test_workers_without_a_common_transport_fail_with_the_offered_ones() -> None:

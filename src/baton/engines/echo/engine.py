@@ -172,7 +172,8 @@ class EchoEngine:
             if (load := self._load()) != last:
                 yield (last := load)
             try:
-                event = await asyncio.wait_for(self._events.get(), LOAD_INTERVAL_S)
+                async with asyncio.timeout(LOAD_INTERVAL_S):
+                    event = await self._events.get()
             except TimeoutError:
                 continue
             if event is not None:
@@ -239,7 +240,8 @@ class EchoEngine:
         self._work.clear()
         try:
             # An engine with work shows signs of life.
-            await asyncio.wait_for(self._work.wait(), LOAD_INTERVAL_S if self._waiting else None)
+            async with asyncio.timeout(LOAD_INTERVAL_S if self._waiting else None):
+                await self._work.wait()
         except TimeoutError:
             self._steps += 1
         self._blocked = False

@@ -64,7 +64,8 @@ class Launch:
                 # A start cannot be interrupted, but it fails when its processes do, each time that it makes some.
                 await asyncio.to_thread(self._kill)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), KILL_EVERY_S)
+                async with asyncio.timeout(KILL_EVERY_S):
+                    await self._over.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _main(self) -> None:

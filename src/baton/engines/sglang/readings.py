@@ -221,7 +221,8 @@ class Watch:
         """Return when the thread has ended, or waits for the lock of a scheduler that is stopped. Idempotent."""
         self._stop.set()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), STOP_S)
+            async with asyncio.timeout(STOP_S):
+                await self._ended.wait()
 
     def _main(self) -> None:
         try:

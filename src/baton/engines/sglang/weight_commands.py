@@ -175,7 +175,8 @@ class WeightCommands:
 async def _or_restart(answer: Coroutine[Any, Any, Answer], timeout_s: float, expected: str) -> Answer:
     """Return SGLang's answer, which depends on the trainer. Raises EngineDead if the trainer keeps it waiting."""
     try:
-        return await asyncio.wait_for(answer, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await answer
     except TimeoutError:
         raise EngineDead(
             f"the trainer has not {expected} within {timeout_s:g} s, and SGLang cannot stop waiting for it: this worker"

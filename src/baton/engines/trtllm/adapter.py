@@ -263,7 +263,8 @@ class TrtllmEngine:
                 pass
 
         try:
-            await asyncio.wait_for(generate(), self._timeouts.first_token_s)
+            async with asyncio.timeout(self._timeouts.first_token_s):
+                await generate()
         except Exception as error:
             raise EngineDead(f"TensorRT-LLM fails its first request: {error!r}") from error
 

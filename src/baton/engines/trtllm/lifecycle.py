@@ -96,9 +96,8 @@ class Lifecycle(Generic[E]):
     async def _health_problem(self, engine: E, library: Library) -> str | None:
         timeout_s = self._timeouts.health_timeout_s
         try:
-            healthy = await asyncio.wait_for(
-                run_in_thread("trtllm-health", lambda: is_healthy(engine, library)), timeout_s
-            )
+            async with asyncio.timeout(timeout_s):
+                healthy = await run_in_thread("trtllm-health", lambda: is_healthy(engine, library))
         except TimeoutError:
             return f"its health check has not returned within {timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - a health check that fails is a failed health check
@@ -108,7 +107,8 @@ class Lifecycle(Generic[E]):
     async def _shut_down(self, engine: E) -> None:
         timeout_s = self._timeouts.shutdown_s
         try:
-            await asyncio.wait_for(run_in_thread("trtllm-stop", engine.shutdown), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await run_in_thread("trtllm-stop", engine.shutdown)
         except TimeoutError:
             log.warning("TensorRT-LLM did not shut down within %g s", timeout_s)
         except Exception as error:  # noqa: BLE001 - nothing more can be done to end it

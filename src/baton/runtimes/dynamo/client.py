@@ -37,7 +37,8 @@ class DynamoClient:
     async def ready(self, timeout_s: float) -> list[int]:
         """See `Client.ready`."""
         try:
-            return await asyncio.wait_for(self._raw.wait_for_instances(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await self._raw.wait_for_instances()
         except TimeoutError:
             raise PeerLost(f"no instance appeared within {timeout_s:g} s") from None
 

@@ -66,7 +66,8 @@ class KvEventPublisher:
 
         threading.Thread(target=shut_down, name="baton-kv-close", daemon=True).start()
         try:
-            await asyncio.wait_for(closed.wait(), CLOSE_TIMEOUT_S)
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await closed.wait()
         except TimeoutError:
             log.warning("the KV event publisher did not close within %g s", CLOSE_TIMEOUT_S)
 
