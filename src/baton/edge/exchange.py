@@ -7,7 +7,8 @@ routes that normalise them. Of a stream only whole events are passed on, so that
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -136,7 +137,7 @@ class Exchange:
     def start(self) -> None:
         """Begin. The writer may be called before this returns."""
         if self._route.own is not None:
-            self._task = self._edge.start_task(self._answer_itself(self._route.own(self._request, self._edge)))
+            self._task = self._edge.start_task(self._answer_itself(partial(self._route.own, self._request, self._edge)))
             return
         if self._route.generates:
             self._timeline = start_timeline(self._edge.timelines, self._request)
@@ -151,7 +152,8 @@ class Exchange:
         self._timeline.name_model(model)
         self._timeline.mark("admitted")
         if composed is not None:
-            self._task = self._edge.start_task(self._answer_itself(composed(Sender(self._edge, self._request).send)))
+            sender = Sender(self._edge, self._request)
+            self._task = self._edge.start_task(self._answer_itself(partial(composed, sender.send)))
             return
         self._outgoing = (forwarded_head(self._edge, self._request, len(body)), body)
         if (connection := self._edge.pool.take()) is not None:
@@ -287,7 +289,7 @@ class Exchange:
 
     def _answer_whole(self, body: bytes) -> None:
         if self._status == 404 and self._route.generates:
-            self._task = self._edge.start_task(self._answer_itself(self._explain_missing_model(body)))
+            self._task = self._edge.start_task(self._answer_itself(partial(self._explain_missing_model, body)))
         elif self._status >= 400:
             self._refuse(self._problem(body))
         elif self._join is not None:
@@ -326,9 +328,9 @@ class Exchange:
         problem = await self._edge.models.explain_missing(self._request, self._edge, self._edge.now())
         raise ProblemError(problem or self._problem(body))
 
-    async def _answer_itself(self, answering: Awaitable[Answer]) -> None:
+    async def _answer_itself(self, handler: Callable[[], Awaitable[Answer]]) -> None:
         try:
-            answer = await answering
+            answer = await handler()
         except BatonError as error:
             self._refuse(problem_of(error))
         except Exception:  # noqa: BLE001 - logged and answered
