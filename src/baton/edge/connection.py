@@ -391,7 +391,7 @@ class ClientConnection(asyncio.Protocol):
             self._owes_continue = True
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Serve the request as HTTP/1.1. The parser has not read its body: another one reads the request again."""
+        """Serve the request as it is. The parser has not read its body: another one reads the request again."""
         request = self._request
         assert request is not None
         if request.method == "CONNECT":
@@ -399,9 +399,10 @@ class ClientConnection(asyncio.Protocol):
             return
         headers = [header for header in request.headers if header[0] not in _UPGRADE_HEADERS]
         headers.append((b"connection", b"keep-alive" if request.keep_alive else b"close"))
+        version = self._parser.get_http_version().encode()
         self._parser = httptools.HttpRequestParser(self)
         self._reading = Reading.HEAD
-        self.data_received(request_head(request.method.encode(), request.query, headers) + rest)
+        self.data_received(request_head(request.method.encode(), request.query, headers, version) + rest)
 
     def _bound_head(self, received: int) -> None:
         """Bound a head whose single name or value has not ended."""

@@ -285,6 +285,17 @@ async def test_a_request_to_upgrade_is_served_as_it_is() -> None:
 
 
 @on_uvloop
+async def test_a_request_of_http_1_0_to_upgrade_is_answered_without_chunks() -> None:
+    async with stage() as s:
+        s.frontend.reply = answering(EVENTS_HEAD + chunk(b"data: 1\n\n") + b"0\r\n\r\n")
+        client = await s.connect()
+        client.send(post(CHAT, b"{}", "Connection: Upgrade", "Upgrade: h2c").replace(b"HTTP/1.1", b"HTTP/1.0"))
+        status, headers, body = await client.answer()
+        assert (status, headers["connection"], body) == (200, "close", b"data: 1\n\n")
+        assert "transfer-encoding" not in headers
+
+
+@on_uvloop
 async def test_a_large_head_is_refused() -> None:
     async with stage(limits=EdgeLimits(head_bytes=4096)) as s:
         for head in (b"A: " + b"b" * 20_000, b"".join(b"A%d: b\r\n" % n for n in range(500)), b"c" * 50_000):
