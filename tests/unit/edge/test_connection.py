@@ -11,6 +11,7 @@ from baton.testing.bounded import eventually
 from tests.unit.edge.stage import EVENTS_HEAD, Received, answering, chunk, get, on_uvloop, post, stage, whole
 
 CHAT = "/v1/chat/completions"
+CHUNKED = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def error_of(body: bytes) -> dict[str, object]:
@@ -79,7 +80,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 async def test_a_chunked_request_body_is_read_whole() -> None:
     async with stage() as s:
         client = await s.connect()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\n".encode() + CHUNKED
         client.send(head + chunk(b'{"a":') + chunk(b"1}") + b"0\r\nX-Trailer: 1\r\n\r\n")
         assert (await client.answer())[2] == b'{"a":1}'
         assert "x-trailer" not in s.frontend.received[0].headers
@@ -109,7 +110,7 @@ async def test_an_http_1_0_client_gets_a_stream_without_chunks() -> None:
     async with stage() as s:
         s.frontend.reply = answering(EVENTS_HEAD + chunk(b"data: 1\n\n") + b"0\r\n\r\n")
         client = await s.connect()
-        client.send(f"POST {CHAT} HTTP/1.0\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        client.send(f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{{}}".encode())
         head, _, body = (await client.closed()).partition(b"\r\n\r\n")
         assert b"chunked" not in head
         assert body == b"data: 1\n\n"
@@ -241,9 +242,9 @@ async def test_a_client_that_does_not_read_holds_little_of_its_answer() -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\nabc",
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\nabc",
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0x3\r\nabc\r\n0\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\nabc\n0\n\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabcXX0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + CHUNKED + b"0x3\r\nabc\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + CHUNKED + b"3\nabc\n0\n\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + CHUNKED + b"3\r\nabcXX0\r\n\r\n",
         b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"GET /live HTTP/1.1\r\nHost: a\r\nA: b\r\n c\r\n\r\n",
         b"GET /live HTTP/1.1\nHost: a\n\n",
@@ -310,7 +311,7 @@ async def test_a_large_head_is_refused() -> None:
 async def test_a_large_body_is_refused_while_it_arrives(framing: str) -> None:
     async with stage(limits=EdgeLimits(body_bytes=1000)) as s:
         client = await s.connect()
-        client.send(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\n{framing}\r\n\r\n".encode())
+        client.send(f"POST {CHAT} HTTP/1.1\r\nContent-Type: application/json\r\nHost: a\r\n{framing}\r\n\r\n".encode())
         client.send(chunk(b"x" * 2000))
         status, _, body = await client.answer()
         assert (status, error_of(body)["code"]) == (413, "request_too_large")
@@ -321,7 +322,7 @@ async def test_a_large_body_is_refused_while_it_arrives(framing: str) -> None:
     ("data", "status"),
     [
         (b"GET /live HTTP/1.1\r\nHost:", 408),
-        (f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{{".encode(), 408),
+        (post(CHAT, b"{       }")[:-1], 408),
     ],
 )
 @on_uvloop
@@ -379,8 +380,36 @@ async def test_a_head_behind_a_large_body_is_not_taken_for_a_large_head() -> Non
 async def test_a_client_of_http_1_0_is_not_asked_for_a_body() -> None:
     async with stage() as s:
         client = await s.connect()
-        client.send(f"POST {CHAT} HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        client.send(post(CHAT, b"{}", "Expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0"))
         assert (await client.answer())[0] == 200
+
+
+@pytest.mark.parametrize(
+    "head", ["", "Content-Type: text/plain\r\n", "Content-Type: text/x+json\r\n", "Content-Type: application/jsonx\r\n"]
+)
+@on_uvloop
+async def test_a_large_body_of_another_type_than_json_is_refused_before_it_is_sent(head: str) -> None:
+    async with stage() as s:
+        client = await s.connect()
+        client.send(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\n{head}Content-Length: 9000000\r\n\r\n".encode())
+        status, headers, body = await client.answer()
+        assert (status, headers["connection"]) == (415, "close")
+        assert error_of(body)["code"] == "unsupported_media_type"
+        assert s.frontend.received == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "Application/JSON ; charset=utf-8", "application/problem+json", "application/json;"]
+)
+@on_uvloop
+async def test_every_type_of_json_is_served(kind: str) -> None:
+    async with stage() as s:
+        client = await s.connect()
+        client.send(
+            f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: {kind}\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+        )
+        assert (await client.answer())[0] == 200
+        assert s.frontend.received[0].headers["content-type"] == kind
 
 
 @on_uvloop
