@@ -298,14 +298,14 @@ class Exchange:
             self._answer(Answer(status=self._status, body=self._normalised(body)))
 
     def _end_joined(self, answer: Json) -> None:
-        body = msgspec.json.encode(answer)
-        error = answer.get("error")
+        error, route = answer.get("error"), self._route
         if error is None:
-            self._answer(Answer(status=self._status, body=self._normalised(body)))
+            answer = answer if route.normalise is None else route.normalise(route.path, answer)
+            self._answer(Answer(status=self._status, body=msgspec.json.encode(answer)))
             return
         code = error.get("code") if isinstance(error, dict) else None
         self._status = code if isinstance(code, int) and code >= 400 else 500
-        self._refuse(self._problem(body))
+        self._refuse(self._problem(msgspec.json.encode(answer)))
 
     def _problem(self, body: bytes) -> Problem:
         reason = self._edge.take_reason(self._request.request_id)
@@ -318,9 +318,12 @@ class Exchange:
         return rewrite_error_events(data, self._route.style, identity, reason)
 
     def _normalised(self, body: bytes) -> bytes:
-        assert self._route.normalise is not None
+        route = self._route
+        assert route.normalise is not None
+        if route.is_normal is not None and route.is_normal(body):
+            return body
         try:
-            return msgspec.json.encode(self._route.normalise(self._route.path, msgspec.json.decode(body, type=Json)))
+            return msgspec.json.encode(route.normalise(route.path, msgspec.json.decode(body, type=Json)))
         except msgspec.DecodeError:
             return body
 
