@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 
 from baton.edge.errors import FieldError, Problem, ProblemError, error_answer, problem_of
+from baton.edge.fetch import Fetch
 from baton.edge.frontend_errors import has_error_event, problem_from_frontend, rewrite_error_events
 from baton.edge.messages import HOP_BY_HOP, Answer, Headers, Request, end_to_end, request_head
 from baton.edge.recording import CLIENT_LEFT, TRACE_HEADERS, end_timeline, start_timeline, trace_headers
@@ -45,6 +46,12 @@ _NOT_FORWARDED = (
 )
 _NOT_RETURNED = HOP_BY_HOP | {b"x-request-id", b"date", b"server"}
 _EVENT_END = b"\n\n"
+NO_CONNECTION = Problem(
+    status=503,
+    message="the server has no connection left for this request; try again",
+    code="overloaded",
+    retry_after_s=1,
+)
 INTERNAL = Problem(status=500, message="internal error", code="internal")
 _EVENTS_TYPE = b"text/event-stream"
 
@@ -161,8 +168,7 @@ class Exchange:
         elif self._edge.pool.open < self._edge.limits.max_exchanges:
             self._connecting = self._edge.pool.connect(self)
         else:
-            message = "the server has no connection left for this request; try again"
-            self._refuse(Problem(status=503, message=message, code="overloaded", retry_after_s=1))
+            self._refuse(NO_CONNECTION)
 
     def cancel(self) -> None:
         """The client has left: cancel the request at the frontend. Nothing is called after this."""
@@ -367,24 +373,44 @@ class Exchange:
 
 
 class Sender:
-    """Sends bodies of its own for one request of a client."""
+    """Sends bodies of its own for one request of a client.
+
+    Those for which the edge has no connection left wait for the others. The request is refused if it has not even one.
+    """
 
     def __init__(self, edge: "Edge", request: Request) -> None:
         self._edge = edge
         self._request = request
+        self._sent = 0
+        self._answered = asyncio.Event()
 
     async def send(self, body: Json) -> Json:
         """See `Send`."""
         edge, request, route = self._edge, self._request, self._request.route
         assert route is not None
         content = msgspec.json.encode(body)
-        status, answer = await edge.send(forwarded_head(edge, request, len(content)), content)
+        status, answer = await self._exchange(forwarded_head(edge, request, len(content)), content)
         if status == 404 and (missing := await edge.models.explain_missing(request, edge, edge.now())) is not None:
             raise ProblemError(missing)
         if status >= 400:
             raise ProblemError(problem_from_frontend(route.path, status, answer, edge.take_reason(request.request_id)))
         decoded = msgspec.json.decode(answer, type=Json)
         return decoded if route.normalise is None else route.normalise(route.path, decoded)
+
+    async def _exchange(self, head: bytes, body: bytes) -> tuple[int, bytes]:
+        edge = self._edge
+        fetch = Fetch(edge.pool, edge.upstream_host)
+        while not fetch.begin(head, body, edge.limits.max_exchanges):
+            if not self._sent:
+                raise ProblemError(NO_CONNECTION)
+            self._answered.clear()
+            await self._answered.wait()
+        self._sent += 1
+        try:
+            return await fetch.answer()
+        finally:
+            self._sent -= 1
+            self._answered.set()
 
 
 def forwarded_head(edge: "Edge", request: Request, length: int) -> bytes:

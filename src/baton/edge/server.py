@@ -127,10 +127,6 @@ class Edge:
         """See `Frontend`."""
         return Fetch(self.pool, self.upstream_host).get(path, request_id)
 
-    def send(self, head: bytes, body: bytes) -> Coroutine[object, object, tuple[int, bytes]]:
-        """Return status and body of the frontend's answer to a request. Raises BatonError if there is none."""
-        return Fetch(self.pool, self.upstream_host).send(head, body)
-
     # Connections.
 
     def add(self, connection: ClientConnection) -> bool:

@@ -7,17 +7,23 @@ import uuid
 import pytest
 
 from baton.edge.limits import EdgeLimits
+from baton.edge.public_routes import public_routes
 from baton.testing.bounded import eventually
 from tests.unit.edge.stage import EVENTS_HEAD, Received, answering, chunk, get, on_uvloop, post, stage, whole
 
 CHAT = "/v1/chat/completions"
 CHUNKED = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+QUESTION = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
 
 
 def error_of(body: bytes) -> dict[str, object]:
     error: dict[str, object] = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
+
+
+async def reply_never(request: Received, writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
 
 
 @on_uvloop
@@ -456,6 +462,50 @@ async def test_requests_beyond_the_connections_of_the_edge_are_told_to_come_back
         go.set()
         await asyncio.gather(*answers)
         assert (await first.answer())[0] == 200
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+@on_uvloop
+async def test_a_request_of_many_prompts_takes_no_more_connections_than_are_left(taken: int) -> None:
+    limits = EdgeLimits(max_exchanges=4)
+    async with stage(limits=limits, routes=public_routes({})) as s:
+        go = asyncio.Event()
+        most = 0
+        prompt = {"prompt_token_ids": [1], "prompt_text": "a"}
+        answer = {"choices": [{"index": 0, "text": ""}], "nvext": {"engine_data": prompt}}
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            nonlocal most
+            most = max(most, s.edge.pool.open)
+            if request.target == CHAT:
+                await go.wait()
+            await asyncio.sleep(0.01)
+            writer.write(whole(200, json.dumps(answer).encode()))
+
+        s.frontend.reply = reply
+        for number in range(taken):
+            (await s.connect()).send(post(CHAT, QUESTION))
+            await eventually(lambda number=number: len(s.frontend.received) > number)
+        client = await s.connect()
+        body = {"model": "m", "prompt": [f"{number}" for number in range(40)], "max_tokens": 1, "echo": True}
+        client.send(post("/v1/completions", json.dumps(body).encode()))
+        status, _, content = await client.answer()
+        assert (status, len(json.loads(content)["choices"])) == (200, 40)
+        assert most <= limits.max_exchanges
+        go.set()
+
+
+@on_uvloop
+async def test_a_request_of_many_prompts_is_refused_if_no_connection_is_left() -> None:
+    async with stage(limits=EdgeLimits(max_exchanges=2), routes=public_routes({})) as s:
+        s.frontend.reply = reply_never
+        for _ in range(2):
+            (await s.connect()).send(post(CHAT, QUESTION))
+        await eventually(lambda: s.edge.pool.open >= 2 and s.edge.pool.take() is None)
+        client = await s.connect()
+        client.send(post("/v1/completions", b'{"model": "m", "prompt": ["a", "b"], "max_tokens": 1, "echo": true}'))
+        status, headers, body = await client.answer()
+        assert (status, headers["retry-after"], error_of(body)["code"]) == (503, "1", "overloaded")
 
 
 @on_uvloop
