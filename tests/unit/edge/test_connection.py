@@ -175,6 +175,48 @@ async def test_a_client_that_leaves_cancels_its_request() -> None:
             await s.frontend.lost.wait()
 
 
+@pytest.mark.parametrize("leaves", ["close", "write_eof"])
+@pytest.mark.parametrize("first", [b"", get("/live")])
+@on_uvloop
+async def test_a_client_that_leaves_while_its_next_request_waits_cancels_the_first(leaves: str, first: bytes) -> None:
+    async with stage() as s:
+        taken = asyncio.Event()
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            if request.method == "GET":
+                await asyncio.sleep(0.05)  # the others wait for it
+                writer.write(whole(200, b"{}"))
+                return
+            taken.set()
+            await asyncio.Event().wait()
+
+        s.frontend.reply = reply
+        client = await s.connect()
+        client.send(first + post(CHAT, b"{}") + post(CHAT, b"{}"))
+        await taken.wait()
+        getattr(client.writer, leaves)()
+        async with asyncio.timeout(10):
+            await s.frontend.lost.wait()
+
+
+@on_uvloop
+async def test_requests_that_wait_are_bounded_while_reading_goes_on() -> None:
+    async with stage() as s:
+        go = asyncio.Event()
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            await go.wait()
+            writer.write(whole(200, request.body))
+
+        s.frontend.reply = reply
+        client = await s.connect()
+        for number in range(40):
+            client.send(post(CHAT, b'"%d"' % number + b" " * (number % 2) * 70_000))
+            await asyncio.sleep(0.002)
+        go.set()
+        assert [json.loads((await client.answer())[2]) for _ in range(40)] == [str(number) for number in range(40)]
+
+
 @on_uvloop
 async def test_a_client_that_does_not_read_stops_the_frontend() -> None:
     async with stage() as s:
