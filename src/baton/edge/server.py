@@ -82,7 +82,7 @@ class Edge:
             sock=listener,
             backlog=BACKLOG,
             ssl=self._tls,
-            ssl_handshake_timeout=self.limits.head_timeout_s if self._tls is not None else None,
+            ssl_handshake_timeout=self.limits.handshake_timeout_s if self._tls is not None else None,
         )
         self.start_task(self._tick())
         self.start_task(self._watch_models())
