@@ -15,6 +15,8 @@ _CHUNK = b"data: {"
 _DONE = b"data: [DONE]\n\n"
 # Quotes within strings are escaped, so text cannot look like these.
 _MESSAGE_DELTA = b'"type":"message_delta"'
+_MESSAGE = b'"message":{'
+_MESSAGE_WITH_TEXT = b'"message":{"content":"'
 _WITHOUT_SEQUENCE = re.compile(rb'("delta":\{"stop_reason":(?:"\w+"|null))\}')
 _OPTIONAL = ("system_fingerprint", "usage")
 """Fields of a completion that may be absent, but not null."""
@@ -30,6 +32,12 @@ def normalise_chat(path: str, answer: Json) -> Json:
         if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
             message["content"] = ""
     return answer
+
+
+def has_chat_content(answer: bytes) -> bool:
+    """Whether `normalise_chat` certainly changes nothing. The frontend begins a message with its text if it has one."""
+    messages = answer.count(_MESSAGE)
+    return messages > 0 and messages == answer.count(_MESSAGE_WITH_TEXT)
 
 
 def normalise_completion(path: str, answer: Json) -> Json:

@@ -33,6 +33,10 @@ _SMALL_BODY = 64 * 1024
 """A body of up to this size is read even if its request is refused, so that the connection can be kept."""
 
 
+_READ_AHEAD = 4
+"""How many requests may wait while reading goes on."""
+
+
 class Reading(enum.Enum):
     """What the next bytes of the client are."""
 
@@ -266,9 +270,8 @@ class ClientConnection(asyncio.Protocol):
         self._queue.append(request)
         if self._is_free():
             self._next()
-        elif self._transport is not None and not self._paused_reading and not self._transport.is_closing():
-            self._paused_reading = True
-            self._transport.pause_reading()
+        else:
+            self._bound_waiting()
 
     def _next(self) -> None:
         """Start the exchanges of waiting requests, until one of them takes its time."""
@@ -277,6 +280,22 @@ class ClientConnection(asyncio.Protocol):
             self._start(self._queue.pop(0))
         if self._is_free():
             self._read_on()
+        elif self._queue or self._paused_reading:
+            self._bound_waiting()
+
+    def _bound_waiting(self) -> None:
+        """Read while a few small requests wait for an answer that is computed: its client may leave."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        pauses = not (self._exchange is not None and self._exchange.generates and self._few_wait())
+        if pauses and not self._paused_reading:
+            self._transport.pause_reading()
+        elif self._paused_reading and not pauses:
+            self._transport.resume_reading()
+        self._paused_reading = pauses
+
+    def _few_wait(self) -> bool:
+        return len(self._queue) <= _READ_AHEAD and sum(len(each.body) for each in self._queue) <= _SMALL_BODY
 
     def _is_free(self) -> bool:
         """Whether the next request can be answered: none is in progress, and the client reads."""
@@ -391,7 +410,7 @@ class ClientConnection(asyncio.Protocol):
             self._owes_continue = True
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Serve the request as HTTP/1.1. The parser has not read its body: another one reads the request again."""
+        """Serve the request as it is. The parser has not read its body: another one reads the request again."""
         request = self._request
         assert request is not None
         if request.method == "CONNECT":
@@ -399,9 +418,10 @@ class ClientConnection(asyncio.Protocol):
             return
         headers = [header for header in request.headers if header[0] not in _UPGRADE_HEADERS]
         headers.append((b"connection", b"keep-alive" if request.keep_alive else b"close"))
+        version = self._parser.get_http_version().encode()
         self._parser = httptools.HttpRequestParser(self)
         self._reading = Reading.HEAD
-        self.data_received(request_head(request.method.encode(), request.query, headers) + rest)
+        self.data_received(request_head(request.method.encode(), request.query, headers, version) + rest)
 
     def _bound_head(self, received: int) -> None:
         """Bound a head whose single name or value has not ended."""

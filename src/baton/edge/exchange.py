@@ -7,13 +7,15 @@ routes that normalise them. Of a stream only whole events are passed on, so that
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
 from baton.edge.errors import FieldError, Problem, ProblemError, error_answer, problem_of
+from baton.edge.fetch import Fetch
 from baton.edge.frontend_errors import has_error_event, problem_from_frontend, rewrite_error_events
 from baton.edge.messages import HOP_BY_HOP, Answer, Headers, Request, end_to_end, request_head
 from baton.edge.recording import CLIENT_LEFT, TRACE_HEADERS, end_timeline, start_timeline, trace_headers
@@ -44,6 +46,12 @@ _NOT_FORWARDED = (
 )
 _NOT_RETURNED = HOP_BY_HOP | {b"x-request-id", b"date", b"server"}
 _EVENT_END = b"\n\n"
+NO_CONNECTION = Problem(
+    status=503,
+    message="the server has no connection left for this request; try again",
+    code="overloaded",
+    retry_after_s=1,
+)
 INTERNAL = Problem(status=500, message="internal error", code="internal")
 _EVENTS_TYPE = b"text/event-stream"
 
@@ -136,7 +144,7 @@ class Exchange:
     def start(self) -> None:
         """Begin. The writer may be called before this returns."""
         if self._route.own is not None:
-            self._task = self._edge.start_task(self._answer_itself(self._route.own(self._request, self._edge)))
+            self._task = self._edge.start_task(self._answer_itself(partial(self._route.own, self._request, self._edge)))
             return
         if self._route.generates:
             self._timeline = start_timeline(self._edge.timelines, self._request)
@@ -151,7 +159,8 @@ class Exchange:
         self._timeline.name_model(model)
         self._timeline.mark("admitted")
         if composed is not None:
-            self._task = self._edge.start_task(self._answer_itself(composed(Sender(self._edge, self._request).send)))
+            sender = Sender(self._edge, self._request)
+            self._task = self._edge.start_task(self._answer_itself(partial(composed, sender.send)))
             return
         self._outgoing = (forwarded_head(self._edge, self._request, len(body)), body)
         if (connection := self._edge.pool.take()) is not None:
@@ -159,8 +168,7 @@ class Exchange:
         elif self._edge.pool.open < self._edge.limits.max_exchanges:
             self._connecting = self._edge.pool.connect(self)
         else:
-            message = "the server has no connection left for this request; try again"
-            self._refuse(Problem(status=503, message=message, code="overloaded", retry_after_s=1))
+            self._refuse(NO_CONNECTION)
 
     def cancel(self) -> None:
         """The client has left: cancel the request at the frontend. Nothing is called after this."""
@@ -287,7 +295,7 @@ class Exchange:
 
     def _answer_whole(self, body: bytes) -> None:
         if self._status == 404 and self._route.generates:
-            self._task = self._edge.start_task(self._answer_itself(self._explain_missing_model(body)))
+            self._task = self._edge.start_task(self._answer_itself(partial(self._explain_missing_model, body)))
         elif self._status >= 400:
             self._refuse(self._problem(body))
         elif self._join is not None:
@@ -296,14 +304,14 @@ class Exchange:
             self._answer(Answer(status=self._status, body=self._normalised(body)))
 
     def _end_joined(self, answer: Json) -> None:
-        body = msgspec.json.encode(answer)
-        error = answer.get("error")
+        error, route = answer.get("error"), self._route
         if error is None:
-            self._answer(Answer(status=self._status, body=self._normalised(body)))
+            answer = answer if route.normalise is None else route.normalise(route.path, answer)
+            self._answer(Answer(status=self._status, body=msgspec.json.encode(answer)))
             return
         code = error.get("code") if isinstance(error, dict) else None
         self._status = code if isinstance(code, int) and code >= 400 else 500
-        self._refuse(self._problem(body))
+        self._refuse(self._problem(msgspec.json.encode(answer)))
 
     def _problem(self, body: bytes) -> Problem:
         reason = self._edge.take_reason(self._request.request_id)
@@ -316,9 +324,12 @@ class Exchange:
         return rewrite_error_events(data, self._route.style, identity, reason)
 
     def _normalised(self, body: bytes) -> bytes:
-        assert self._route.normalise is not None
+        route = self._route
+        assert route.normalise is not None
+        if route.is_normal is not None and route.is_normal(body):
+            return body
         try:
-            return msgspec.json.encode(self._route.normalise(self._route.path, msgspec.json.decode(body, type=Json)))
+            return msgspec.json.encode(route.normalise(route.path, msgspec.json.decode(body, type=Json)))
         except msgspec.DecodeError:
             return body
 
@@ -326,9 +337,9 @@ class Exchange:
         problem = await self._edge.models.explain_missing(self._request, self._edge, self._edge.now())
         raise ProblemError(problem or self._problem(body))
 
-    async def _answer_itself(self, answering: Awaitable[Answer]) -> None:
+    async def _answer_itself(self, handler: Callable[[], Awaitable[Answer]]) -> None:
         try:
-            answer = await answering
+            answer = await handler()
         except BatonError as error:
             self._refuse(problem_of(error))
         except Exception:  # noqa: BLE001 - logged and answered
@@ -362,24 +373,44 @@ class Exchange:
 
 
 class Sender:
-    """Sends bodies of its own for one request of a client."""
+    """Sends bodies of its own for one request of a client.
+
+    Those for which the edge has no connection left wait for the others. The request is refused if it has not even one.
+    """
 
     def __init__(self, edge: "Edge", request: Request) -> None:
         self._edge = edge
         self._request = request
+        self._sent = 0
+        self._answered = asyncio.Event()
 
     async def send(self, body: Json) -> Json:
         """See `Send`."""
         edge, request, route = self._edge, self._request, self._request.route
         assert route is not None
         content = msgspec.json.encode(body)
-        status, answer = await edge.send(forwarded_head(edge, request, len(content)), content)
+        status, answer = await self._exchange(forwarded_head(edge, request, len(content)), content)
         if status == 404 and (missing := await edge.models.explain_missing(request, edge, edge.now())) is not None:
             raise ProblemError(missing)
         if status >= 400:
             raise ProblemError(problem_from_frontend(route.path, status, answer, edge.take_reason(request.request_id)))
         decoded = msgspec.json.decode(answer, type=Json)
         return decoded if route.normalise is None else route.normalise(route.path, decoded)
+
+    async def _exchange(self, head: bytes, body: bytes) -> tuple[int, bytes]:
+        edge = self._edge
+        fetch = Fetch(edge.pool, edge.upstream_host)
+        while not fetch.begin(head, body, edge.limits.max_exchanges):
+            if not self._sent:
+                raise ProblemError(NO_CONNECTION)
+            self._answered.clear()
+            await self._answered.wait()
+        self._sent += 1
+        try:
+            return await fetch.answer()
+        finally:
+            self._sent -= 1
+            self._answered.set()
 
 
 def forwarded_head(edge: "Edge", request: Request, length: int) -> bytes:

@@ -12,7 +12,7 @@ TIMEOUT_S = 10.0
 class Fetch:
     """One request with its whole answer. Cancelling it cancels the request at the frontend."""
 
-    __slots__ = ("_body", "_connection", "_done", "_head", "_host", "_parts", "_pool", "_status")
+    __slots__ = ("_body", "_connection", "_done", "_head", "_host", "_opening", "_parts", "_pool", "_status")
 
     def __init__(self, pool: UpstreamPool, host: bytes) -> None:
         self._pool = pool
@@ -21,30 +21,37 @@ class Fetch:
         self._body = b""
         self._status = 0
         self._parts: list[bytes] = []
+        self._opening: asyncio.Task[None] | None = None
         self._connection: UpstreamConnection | None = None
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def get(self, path: str, request_id: str = "") -> tuple[int, bytes]:
         """Return status and body. Raises BatonError without an answer."""
         headers = [(b"host", self._host)] + ([(b"x-request-id", request_id.encode())] if request_id else [])
-        return await self.send(request_head(b"GET", path.encode(), headers), b"", TIMEOUT_S)
+        self.begin(request_head(b"GET", path.encode(), headers), b"")
+        return await self.answer(TIMEOUT_S)
 
-    async def send(self, head: bytes, body: bytes, timeout_s: float | None = None) -> tuple[int, bytes]:
-        """Return status and body of the answer to a request. Raises BatonError without an answer."""
+    def begin(self, head: bytes, body: bytes, limit: int | None = None) -> bool:
+        """Send a request, unless that would open more than `limit` connections. `answer` is to be awaited next."""
         self._head, self._body = head, body
-        opening = None
         if (connection := self._pool.take()) is not None:
             self.on_connected(connection)
+        elif limit is None or self._pool.open < limit:
+            self._opening = self._pool.connect(self)
         else:
-            opening = self._pool.connect(self)
+            return False
+        return True
+
+    async def answer(self, timeout_s: float | None = None) -> tuple[int, bytes]:
+        """Return status and body of the answer. Raises BatonError without one."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._done
         except TimeoutError:
             raise PeerLost("the frontend does not answer") from None
         finally:
-            if opening is not None:
-                opening.cancel()
+            if self._opening is not None:
+                self._opening.cancel()
             if self._connection is not None:
                 self._connection.abort()
         return self._status, b"".join(self._parts)

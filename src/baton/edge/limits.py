@@ -20,6 +20,8 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     head_bytes: int = 64 * 1024
     headers: int = 128
     pipelined: int = 32
+    handshake_timeout_s: float = 10.0
+    """How long a TLS handshake may take; `max_connections` counts a connection after it."""
     head_timeout_s: float = 20.0
     body_timeout_s: float = 30.0
     body_bytes_per_s: int = MIB // 16

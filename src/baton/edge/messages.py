@@ -87,9 +87,9 @@ def answer_head(status: int, headers: Headers) -> bytes:
     return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, reason, _lines(headers))
 
 
-def request_head(method: bytes, target: bytes, headers: Headers) -> bytes:
+def request_head(method: bytes, target: bytes, headers: Headers, version: bytes = b"1.1") -> bytes:
     """Return the head of a request."""
-    return b"%b %b HTTP/1.1\r\n%b\r\n" % (method, target, _lines(headers))
+    return b"%b %b HTTP/%b\r\n%b\r\n" % (method, target, version, _lines(headers))
 
 
 def _lines(headers: Headers) -> bytes:

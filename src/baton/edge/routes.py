@@ -22,6 +22,9 @@ same object if nothing changes. Raises FieldError."""
 Normalise = Callable[[str, Json], Json]
 """Called with the path of the route and a whole, decoded answer of status 200. Returns the answer to send."""
 
+IsNormal = Callable[[bytes], bool]
+"""Called with a whole, encoded answer. Returns whether `Normalise` certainly leaves it as it is."""
+
 NormaliseEvents = Callable[[str, bytes], bytes]
 """Called with the path of the route and some whole server-sent events. Returns the bytes to send instead."""
 
@@ -73,6 +76,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     compose: Compose | None = None
     join: Join | None = None
     normalise: Normalise | None = None
+    is_normal: IsNormal | None = None
     normalise_events: NormaliseEvents | None = None
 
 

@@ -82,7 +82,7 @@ class Edge:
             sock=listener,
             backlog=BACKLOG,
             ssl=self._tls,
-            ssl_handshake_timeout=self.limits.head_timeout_s if self._tls is not None else None,
+            ssl_handshake_timeout=self.limits.handshake_timeout_s if self._tls is not None else None,
         )
         self.start_task(self._tick())
         self.start_task(self._watch_models())
@@ -127,10 +127,6 @@ class Edge:
     def fetch(self, path: str, request_id: str = "") -> Coroutine[object, object, tuple[int, bytes]]:
         """See `Frontend`."""
         return Fetch(self.pool, self.upstream_host).get(path, request_id)
-
-    def send(self, head: bytes, body: bytes) -> Coroutine[object, object, tuple[int, bytes]]:
-        """Return status and body of the frontend's answer to a request. Raises BatonError if there is none."""
-        return Fetch(self.pool, self.upstream_host).send(head, body)
 
     # Connections.
 

@@ -1,16 +1,23 @@
 """Answers of the frontend, held to OpenAI's schema: the types of the official client say what is valid."""
 
+import copy
 import json
 
+import msgspec
+import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from baton.edge.answers import (
+    has_chat_content,
     normalise_chat,
     normalise_completion,
     normalise_completion_events,
     normalise_message_events,
 )
+from baton.edge.prompt_requests import CHAT
+from baton.edge.public_routes import public_routes
+from tests.unit.edge.stage import answering, on_uvloop, post, stage, whole
 
 COMPLETION: dict[str, object] = {
     "id": "cmpl-1",
@@ -52,6 +59,46 @@ def test_an_empty_chat_answer_is_an_empty_text() -> None:
 def test_an_answer_with_tool_calls_has_no_content() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert message_of(chat(content=None, tool_calls=[call])).content is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "passes"),
+    [
+        ([{"content": "Hello"}], True),
+        ([{"content": ""}, {"content": "b"}], True),
+        ([{"content": '"message":{"content":"a'}], True),
+        ([{"content": None}], False),
+        ([{}], False),
+        ([{"content": "a"}, {}], False),
+        ([{"content": '"message":{"content":"'}, {}], False),
+        ([], False),
+    ],
+)
+def test_a_chat_answer_passes_unchanged_if_each_message_has_a_text(
+    messages: list[dict[str, object]], passes: bool
+) -> None:
+    rest = {"refusal": None, "role": "assistant"}
+    choices = [{"index": index, "message": {**each, **rest}} for index, each in enumerate(messages)]
+    answer = {**chat(), "choices": choices}
+    assert has_chat_content(msgspec.json.encode(answer)) is passes
+    if passes:
+        assert normalise_chat("", copy.deepcopy(answer)) == answer
+
+
+@on_uvloop
+async def test_the_bytes_of_a_chat_answer_are_those_of_the_frontend() -> None:
+    async with stage(routes=public_routes({})) as s:
+        client = await s.connect()
+        body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "a"}]})
+        for sent, expected in (
+            (b'{"choices":[{"message":{"content":"a"},"logprobs":1.50}]}', None),
+            (b'{"choices":[{"message":{"role":"b"},"logprobs":1.50}]}', b'{"role":"b","content":""}'),
+        ):
+            s.frontend.reply = answering(whole(200, sent))
+            client.send(post(CHAT, body))
+            status, _, answer = await client.answer()
+            assert status == 200
+            assert answer == sent if expected is None else expected in answer
 
 
 def test_a_completion_has_every_field_of_its_choices() -> None:

@@ -7,16 +7,23 @@ import uuid
 import pytest
 
 from baton.edge.limits import EdgeLimits
+from baton.edge.public_routes import public_routes
 from baton.testing.bounded import eventually
 from tests.unit.edge.stage import EVENTS_HEAD, Received, answering, chunk, get, on_uvloop, post, stage, whole
 
 CHAT = "/v1/chat/completions"
+CHUNKED = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+QUESTION = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
 
 
 def error_of(body: bytes) -> dict[str, object]:
     error: dict[str, object] = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
+
+
+async def reply_never(request: Received, writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
 
 
 @on_uvloop
@@ -79,7 +86,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 async def test_a_chunked_request_body_is_read_whole() -> None:
     async with stage() as s:
         client = await s.connect()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\n".encode() + CHUNKED
         client.send(head + chunk(b'{"a":') + chunk(b"1}") + b"0\r\nX-Trailer: 1\r\n\r\n")
         assert (await client.answer())[2] == b'{"a":1}'
         assert "x-trailer" not in s.frontend.received[0].headers
@@ -109,7 +116,7 @@ async def test_an_http_1_0_client_gets_a_stream_without_chunks() -> None:
     async with stage() as s:
         s.frontend.reply = answering(EVENTS_HEAD + chunk(b"data: 1\n\n") + b"0\r\n\r\n")
         client = await s.connect()
-        client.send(f"POST {CHAT} HTTP/1.0\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        client.send(f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{{}}".encode())
         head, _, body = (await client.closed()).partition(b"\r\n\r\n")
         assert b"chunked" not in head
         assert body == b"data: 1\n\n"
@@ -166,6 +173,48 @@ async def test_a_client_that_leaves_cancels_its_request() -> None:
         client.writer.close()
         async with asyncio.timeout(10):
             await s.frontend.lost.wait()
+
+
+@pytest.mark.parametrize("leaves", ["close", "write_eof"])
+@pytest.mark.parametrize("first", [b"", get("/live")])
+@on_uvloop
+async def test_a_client_that_leaves_while_its_next_request_waits_cancels_the_first(leaves: str, first: bytes) -> None:
+    async with stage() as s:
+        taken = asyncio.Event()
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            if request.method == "GET":
+                await asyncio.sleep(0.05)  # the others wait for it
+                writer.write(whole(200, b"{}"))
+                return
+            taken.set()
+            await asyncio.Event().wait()
+
+        s.frontend.reply = reply
+        client = await s.connect()
+        client.send(first + post(CHAT, b"{}") + post(CHAT, b"{}"))
+        await taken.wait()
+        getattr(client.writer, leaves)()
+        async with asyncio.timeout(10):
+            await s.frontend.lost.wait()
+
+
+@on_uvloop
+async def test_requests_that_wait_are_bounded_while_reading_goes_on() -> None:
+    async with stage() as s:
+        go = asyncio.Event()
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            await go.wait()
+            writer.write(whole(200, request.body))
+
+        s.frontend.reply = reply
+        client = await s.connect()
+        for number in range(40):
+            client.send(post(CHAT, b'"%d"' % number + b" " * (number % 2) * 70_000))
+            await asyncio.sleep(0.002)
+        go.set()
+        assert [json.loads((await client.answer())[2]) for _ in range(40)] == [str(number) for number in range(40)]
 
 
 @on_uvloop
@@ -241,9 +290,9 @@ async def test_a_client_that_does_not_read_holds_little_of_its_answer() -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\nabc",
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\nabc",
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0x3\r\nabc\r\n0\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\nabc\n0\n\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabcXX0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + CHUNKED + b"0x3\r\nabc\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + CHUNKED + b"3\nabc\n0\n\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + CHUNKED + b"3\r\nabcXX0\r\n\r\n",
         b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"GET /live HTTP/1.1\r\nHost: a\r\nA: b\r\n c\r\n\r\n",
         b"GET /live HTTP/1.1\nHost: a\n\n",
@@ -285,6 +334,17 @@ async def test_a_request_to_upgrade_is_served_as_it_is() -> None:
 
 
 @on_uvloop
+async def test_a_request_of_http_1_0_to_upgrade_is_answered_without_chunks() -> None:
+    async with stage() as s:
+        s.frontend.reply = answering(EVENTS_HEAD + chunk(b"data: 1\n\n") + b"0\r\n\r\n")
+        client = await s.connect()
+        client.send(post(CHAT, b"{}", "Connection: Upgrade", "Upgrade: h2c").replace(b"HTTP/1.1", b"HTTP/1.0"))
+        status, headers, body = await client.answer()
+        assert (status, headers["connection"], body) == (200, "close", b"data: 1\n\n")
+        assert "transfer-encoding" not in headers
+
+
+@on_uvloop
 async def test_a_large_head_is_refused() -> None:
     async with stage(limits=EdgeLimits(head_bytes=4096)) as s:
         for head in (b"A: " + b"b" * 20_000, b"".join(b"A%d: b\r\n" % n for n in range(500)), b"c" * 50_000):
@@ -299,7 +359,7 @@ async def test_a_large_head_is_refused() -> None:
 async def test_a_large_body_is_refused_while_it_arrives(framing: str) -> None:
     async with stage(limits=EdgeLimits(body_bytes=1000)) as s:
         client = await s.connect()
-        client.send(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\n{framing}\r\n\r\n".encode())
+        client.send(f"POST {CHAT} HTTP/1.1\r\nContent-Type: application/json\r\nHost: a\r\n{framing}\r\n\r\n".encode())
         client.send(chunk(b"x" * 2000))
         status, _, body = await client.answer()
         assert (status, error_of(body)["code"]) == (413, "request_too_large")
@@ -310,7 +370,7 @@ async def test_a_large_body_is_refused_while_it_arrives(framing: str) -> None:
     ("data", "status"),
     [
         (b"GET /live HTTP/1.1\r\nHost:", 408),
-        (f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{{".encode(), 408),
+        (post(CHAT, b"{       }")[:-1], 408),
     ],
 )
 @on_uvloop
@@ -368,8 +428,36 @@ async def test_a_head_behind_a_large_body_is_not_taken_for_a_large_head() -> Non
 async def test_a_client_of_http_1_0_is_not_asked_for_a_body() -> None:
     async with stage() as s:
         client = await s.connect()
-        client.send(f"POST {CHAT} HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        client.send(post(CHAT, b"{}", "Expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0"))
         assert (await client.answer())[0] == 200
+
+
+@pytest.mark.parametrize(
+    "head", ["", "Content-Type: text/plain\r\n", "Content-Type: text/x+json\r\n", "Content-Type: application/jsonx\r\n"]
+)
+@on_uvloop
+async def test_a_large_body_of_another_type_than_json_is_refused_before_it_is_sent(head: str) -> None:
+    async with stage() as s:
+        client = await s.connect()
+        client.send(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\n{head}Content-Length: 9000000\r\n\r\n".encode())
+        status, headers, body = await client.answer()
+        assert (status, headers["connection"]) == (415, "close")
+        assert error_of(body)["code"] == "unsupported_media_type"
+        assert s.frontend.received == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "Application/JSON ; charset=utf-8", "application/problem+json", "application/json;"]
+)
+@on_uvloop
+async def test_every_type_of_json_is_served(kind: str) -> None:
+    async with stage() as s:
+        client = await s.connect()
+        client.send(
+            f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: {kind}\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+        )
+        assert (await client.answer())[0] == 200
+        assert s.frontend.received[0].headers["content-type"] == kind
 
 
 @on_uvloop
@@ -416,6 +504,50 @@ async def test_requests_beyond_the_connections_of_the_edge_are_told_to_come_back
         go.set()
         await asyncio.gather(*answers)
         assert (await first.answer())[0] == 200
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+@on_uvloop
+async def test_a_request_of_many_prompts_takes_no_more_connections_than_are_left(taken: int) -> None:
+    limits = EdgeLimits(max_exchanges=4)
+    async with stage(limits=limits, routes=public_routes({})) as s:
+        go = asyncio.Event()
+        most = 0
+        prompt = {"prompt_token_ids": [1], "prompt_text": "a"}
+        answer = {"choices": [{"index": 0, "text": ""}], "nvext": {"engine_data": prompt}}
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            nonlocal most
+            most = max(most, s.edge.pool.open)
+            if request.target == CHAT:
+                await go.wait()
+            await asyncio.sleep(0.01)
+            writer.write(whole(200, json.dumps(answer).encode()))
+
+        s.frontend.reply = reply
+        for number in range(taken):
+            (await s.connect()).send(post(CHAT, QUESTION))
+            await eventually(lambda number=number: len(s.frontend.received) > number)
+        client = await s.connect()
+        body = {"model": "m", "prompt": [f"{number}" for number in range(40)], "max_tokens": 1, "echo": True}
+        client.send(post("/v1/completions", json.dumps(body).encode()))
+        status, _, content = await client.answer()
+        assert (status, len(json.loads(content)["choices"])) == (200, 40)
+        assert most <= limits.max_exchanges
+        go.set()
+
+
+@on_uvloop
+async def test_a_request_of_many_prompts_is_refused_if_no_connection_is_left() -> None:
+    async with stage(limits=EdgeLimits(max_exchanges=2), routes=public_routes({})) as s:
+        s.frontend.reply = reply_never
+        for _ in range(2):
+            (await s.connect()).send(post(CHAT, QUESTION))
+        await eventually(lambda: s.edge.pool.open >= 2 and s.edge.pool.take() is None)
+        client = await s.connect()
+        client.send(post("/v1/completions", b'{"model": "m", "prompt": ["a", "b"], "max_tokens": 1, "echo": true}'))
+        status, headers, body = await client.answer()
+        assert (status, headers["retry-after"], error_of(body)["code"]) == (503, "1", "overloaded")
 
 
 @on_uvloop

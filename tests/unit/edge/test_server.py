@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.edge.limits import EdgeLimits
 from baton.edge.server import tls_context
 from baton.errors import ConfigError
 from tests.unit.edge.stage import EVENTS_HEAD, HOST, Client, Received, chunk, get, on_uvloop, post, stage
@@ -36,6 +37,14 @@ async def test_requests_are_served_over_tls(certificate: tuple[str, str]) -> Non
         for _ in range(2):
             client.send(post(CHAT, b"{}"))
             assert (await client.answer())[0] == 200
+
+
+@pytest.mark.process
+@on_uvloop
+async def test_a_handshake_that_takes_too_long_is_ended(certificate: tuple[str, str]) -> None:
+    async with stage(tls=tls_context(*certificate), limits=EdgeLimits(handshake_timeout_s=0.1)) as s:
+        client = await s.connect()
+        assert await client.closed() == b""
 
 
 @pytest.mark.process
