@@ -41,8 +41,8 @@ async def test_requests_are_served_over_tls(certificate: tuple[str, str]) -> Non
 @pytest.mark.process
 def test_tls_files_are_checked_at_the_start(certificate: tuple[str, str], tmp_path: Path) -> None:
     assert tls_context("", "") is None
-    with pytest.raises(ConfigError, match="add --tls-key"):
-        tls_context(certificate[0], "")
+    with pytest.raises(ConfigError, match="cannot use --tls-certificate"):
+        tls_context("", certificate[1])
     with pytest.raises(ConfigError, match="cannot use --tls-certificate"):
         tls_context(certificate[0], str(tmp_path / "missing"))
     with pytest.raises(ConfigError, match="cannot use --tls-certificate"):
