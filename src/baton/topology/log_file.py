@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 64 << 10
 MAX_LINE_BYTES = 1 << 20
+LOG_NAME = re.compile(r"(?P<host>[A-Za-z0-9._]+)-(?P<port>\d+)-(?P<process>.+)\.log")
+"""What `log_name` returns. There is no hyphen in the host, because what follows would be taken for the port."""
 
 
 def log_name(host: str, port: int, process: str) -> str:
@@ -27,7 +29,7 @@ def log_name(host: str, port: int, process: str) -> str:
 
 def log_prefix(host: str, port: int) -> str:
     """Return what the names of all logs of one instance begin with."""
-    return f"{re.sub('[^A-Za-z0-9.-]', '_', host)}-{port}-"
+    return f"{re.sub('[^A-Za-z0-9.]', '_', host)}-{port}-"
 
 
 def rotated_log(path: Path) -> Path:
