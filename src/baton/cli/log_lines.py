@@ -4,10 +4,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from heapq import merge
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TextIO
+
+from baton.topology.log_file import rotated_log
 
 POLL_INTERVAL_S = 0.1
 TIME_LENGTH = len("2026-01-31 10:00:00,123")
@@ -25,7 +27,7 @@ class Line(NamedTuple):
 
 def last_lines(logs: Mapping[str, Path], number: int) -> list[Line]:
     """Return the last `number` lines of `logs`, by the names of their processes, in the order of time."""
-    tails = [deque(_lines(source, path), maxlen=number) for source, path in logs.items()]
+    tails = [_last(source, path, number) for source, path in logs.items()]
     return list(deque(merge(*tails, key=lambda line: line.time), maxlen=number))
 
 
@@ -81,10 +83,27 @@ class _Tail:
         return False
 
 
-def _lines(source: str, path: Path) -> Iterator[Line]:
-    previous = path.with_name(f"{path.name}.1") if not path.exists() else path
-    with suppress(OSError), previous.open(errors="replace") as file:
-        yield from _parsed(source, (line.rstrip("\n") for line in file))
+def _last(source: str, path: Path, number: int) -> deque[Line]:
+    """Return the last lines of a log, also those from before its rotation if there are too few since."""
+    with ExitStack() as opened:
+        # The newer file first: one that is moved in between is found twice, and no line is missed.
+        files = [opened.enter_context(file) for each in (path, rotated_log(path)) for file in _opened(each)]
+        if len(files) > 1 and os.path.sameopenfile(files[0].fileno(), files[1].fileno()):
+            del files[1]
+        last = deque(_parsed(source, _texts(files[:1])), maxlen=number)
+        return last if len(last) == number else deque(_parsed(source, _texts(files[::-1])), maxlen=number)
+
+
+def _opened(path: Path) -> list[TextIO]:
+    with suppress(OSError):
+        return [path.open(errors="replace")]
+    return []
+
+
+def _texts(files: list[TextIO]) -> Iterator[str]:
+    for file in files:
+        file.seek(0)
+        yield from (line.rstrip("\n") for line in file)
 
 
 def _parsed(source: str, lines: Iterator[str] | Sequence[str]) -> Iterator[Line]:

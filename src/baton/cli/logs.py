@@ -1,6 +1,5 @@
 """`baton logs`: the logs of the processes of a `baton serve`, which may have ended."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from baton.config.environment import user_cache
 from baton.topology.control_client import read_status
 from baton.topology.control_messages import OperationError, Status
 from baton.topology.instances import running_instances
+from baton.topology.log_file import LOG_NAME
 
 FIRST_LINES = 100
-_LOG = re.compile(r"(?P<host>.+?)-(?P<port>\d+)-(?P<process>.+)\.log")
 COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 Logs = dict[str, Path]
@@ -82,7 +81,7 @@ def _of_ended(directory: Path, port: int | None) -> Logs:
     matches = [
         (match, path)
         for path in directory.glob("*.log")
-        if (match := _LOG.fullmatch(path.name)) and port in (None, int(match["port"]))
+        if (match := LOG_NAME.fullmatch(path.name)) and port in (None, int(match["port"]))
     ]
     if not matches:
         return {}

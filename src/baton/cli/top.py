@@ -59,13 +59,20 @@ async def _run(finder: ProcessFinder, as_json: bool, interval_s: float | None) -
         if interval_s is None:
             size = shutil.get_terminal_size((160, 1000)) if sys.stdout.isatty() else os.terminal_size((400, 10_000))
             click.echo(_json(rows) if as_json else render(rows, size.columns, 10_000, time.strftime("%H:%M:%S")))
-            return 0
+            return _exit_code(rows)
         await (_stream(sampler, rows, interval_s) if as_json else _watch(sampler, rows, interval_s))
         return 0
     except OSError as error:
         return report_error(f"processes cannot be found: {error}", EXIT_FAILED)
     finally:
         await client.aclose()
+
+
+def _exit_code(rows: list[Row]) -> int:
+    """Return the exit code of one reading, which fails if it has no process."""
+    if all(row.problem is not None for row in rows):
+        return report_error(f"no process can be read ({rows[0].name}: {rows[0].problem})", EXIT_FAILED)
+    return 0
 
 
 async def _stream(sampler: FleetSampler, rows: list[Row], interval_s: float) -> None:

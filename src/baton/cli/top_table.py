@@ -33,7 +33,12 @@ def _summary(rows: list[Row], clock: str) -> str:
     counts = ", ".join(f"{number} {state}" for state, number in states.items())
     tokens = sum(row.tokens_per_s for row in answering)
     flying = sum(row.in_flight for row in answering)
-    return f"baton  {clock}  {len(rows)} processes ({counts})  {flying} requests in flight  {tokens:.0f} tokens/s"
+    processes, requests = _count(len(rows), "process", "es"), _count(flying, "request", "s")
+    return f"baton  {clock}  {processes} ({counts})  {requests} in flight  {tokens:.0f} tokens/s"
+
+
+def _count(number: int, noun: str, ending: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else ending}"
 
 
 def _order(row: Row) -> int:

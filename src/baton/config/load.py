@@ -115,6 +115,9 @@ def _convert(tree: Tree) -> Settings:
 def _refuse_contradictions(settings: Settings) -> None:
     """Raise ConfigError for settings that are valid one by one and not together."""
     _check_worker_counts(settings)
+    if bool(settings.tls_certificate) != bool(settings.tls_key):
+        missing = "--tls-key" if settings.tls_certificate else "--tls-certificate"
+        raise ConfigError(f"TLS needs a certificate and its key: add {missing}")
     if settings.router_policy and settings.router != "kv":
         raise ConfigError("a policy is applied by the KV router only: add --router kv, or drop --router-policy")
     if settings.model_input == "text":

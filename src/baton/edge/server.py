@@ -177,9 +177,6 @@ def tls_context(certificate: str, key: str) -> ssl.SSLContext | None:
     """Return the context for these files, None without them. Raises ConfigError."""
     if not certificate and not key:
         return None
-    if not (certificate and key):
-        missing = "--tls-key" if certificate else "--tls-certificate"
-        raise ConfigError(f"TLS needs a certificate and its key: add {missing}")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_alpn_protocols(["http/1.1"])
     try:

@@ -18,6 +18,9 @@ THREADS = 64
 THREADS_PER_DOMAIN = 4
 TIMEOUT_S = 4.0
 
+COUNTRY_SUFFIXES = frozenset(("ac", "co", "com", "edu", "go", "gov", "ne", "net", "or", "org"))
+"""Labels below which a country registers domains: example.co.uk. Others may be domains of one owner: abc.de."""
+
 _NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 Found = list[tuple[int, str]]
 Lookup = Callable[[str, socket.AddressFamily], Found]
@@ -59,7 +62,7 @@ class NameLookup(AbstractResolver):
         self._pool.close()
 
     async def _find(self, host: str, family: socket.AddressFamily) -> Found:
-        domain = ".".join(host.split(".")[-2:])
+        domain = _domain(host)
         while (running := self._running.get((host, family))) is None and (
             self._of_domain[domain] >= THREADS_PER_DOMAIN
         ):
@@ -84,3 +87,10 @@ class NameLookup(AbstractResolver):
 
         running.add_done_callback(ended)
         return running
+
+
+def _domain(host: str) -> str:
+    """Return the part of `host` that one owner has registered, as far as its labels tell."""
+    labels = host.split(".")
+    below_country = len(labels[-1]) == 2 and COUNTRY_SUFFIXES.issuperset(labels[-2:-1])
+    return ".".join(labels[-3 if below_country else -2 :])

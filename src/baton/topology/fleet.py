@@ -18,7 +18,7 @@ from baton.control.http.token_file import remove_token
 from baton.control.process_entries import remove_ended
 from baton.errors import BatonError, ConfigError, EngineDead
 from baton.topology.process import Process
-from baton.topology.process_logs import begin_log
+from baton.topology.process_logs import begin_log, begin_run
 from baton.topology.process_specs import ProcessPlan, ProcessSpec
 from baton.topology.supervision import Keepers, keep_running
 
@@ -49,8 +49,10 @@ class Fleet:
         self._socket_numbers = count()
         self._keepers: Keepers | None = None
         self.plan = ProcessPlan(settings, cores=len(os.sched_getaffinity(0)))
+        specs = self.plan.first_specs()
+        begin_run(settings)
         self.frontend = self._create(ProcessSpec("frontend", {}, "frontend"))
-        self.workers = {spec.name: self._create(spec) for spec in self.plan.first_specs()}
+        self.workers = {spec.name: self._create(spec) for spec in specs}
 
     @property
     def is_kept(self) -> bool:

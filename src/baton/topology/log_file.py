@@ -18,11 +18,23 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 64 << 10
 MAX_LINE_BYTES = 1 << 20
+LOG_NAME = re.compile(r"(?P<host>[A-Za-z0-9._]+)-(?P<port>\d+)-(?P<process>.+)\.log")
+"""What `log_name` returns. There is no hyphen in the host, because what follows would be taken for the port."""
 
 
 def log_name(host: str, port: int, process: str) -> str:
     """Return the file name of the log of `process`. Instances with one port and different hosts have different logs."""
-    return f"{re.sub('[^A-Za-z0-9.-]', '_', host)}-{port}-{process}.log"
+    return f"{log_prefix(host, port)}{process}.log"
+
+
+def log_prefix(host: str, port: int) -> str:
+    """Return what the names of all logs of one instance begin with."""
+    return f"{re.sub('[^A-Za-z0-9.]', '_', host)}-{port}-"
+
+
+def rotated_log(path: Path) -> Path:
+    """Return where a log is moved when it is full: the lines before those in `path`."""
+    return path.with_name(f"{path.name}.1")
 
 
 class LogSink(Protocol):
@@ -36,39 +48,42 @@ class LogSink(Protocol):
 
 
 class LogFile:
-    """A file of at most `max_bytes`; what was in it before is in `previous`. Only one thread writes at a time."""
+    """A file of at most `max_bytes`; the lines before are in `rotated`. Only one thread writes at a time."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
         self._max_bytes = max_bytes
         self._file: BinaryIO | None = None
-        self.previous = path.with_name(f"{path.name}.1")
+        self.rotated = rotated_log(path)
 
     def begin(self) -> None:
-        """Begin an empty file; the one that there is becomes `previous`. Raises OSError, also for a link."""
+        """Open the file; what is in it stays. Raises OSError, also for a link."""
         self.close()
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_DIRECTORY)
-        if self._path.exists():
-            self._path.replace(self.previous)
-            self.previous.chmod(0o600)
         self._file = open_private(self._path, os.O_APPEND)
 
     def write(self, lines: bytes) -> None:
-        """See `LogSink.write`. A full file becomes `previous`. Only a line that is longer than a file exceeds it."""
+        """See `LogSink.write`. A full file becomes `rotated`. Only a line that is longer than a file exceeds it."""
         while lines:
+            if self._file is None:
+                self.begin()
             fitting = self._fitting(lines)
             if not fitting:
-                self.begin()
+                self._rotate()
                 fitting = self._fitting(lines) or lines.find(b"\n") + 1 or len(lines)
             assert self._file is not None
             self._file.write(lines[:fitting])
             self._file.flush()
             lines = lines[fitting:]
 
+    def _rotate(self) -> None:
+        self.close()
+        self._path.replace(self.rotated)
+        self.begin()
+
     def _fitting(self, lines: bytes) -> int:
         """Return how many bytes of whole lines the file has room for."""
-        if self._file is None:
-            return 0
+        assert self._file is not None
         room = self._max_bytes - self._file.tell()
         return len(lines) if len(lines) <= room else lines.rfind(b"\n", 0, max(0, room)) + 1
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from baton.config.directories import log_directory
 from baton.config.settings import Settings
 from baton.errors import ConfigError
+from baton.topology.ended_runs import keep_last_run, remove_old_logs
+from baton.topology.instances import running_instances
 from baton.topology.log_file import LogFile, ProcessOutput, StandardError, log_name
 
 SOME_LOG_BYTES = 4096
@@ -28,8 +30,21 @@ def log_path(settings: Settings, process: str) -> Path | None:
     return directory / log_name(settings.host, settings.port, process) if directory is not None else None
 
 
+def begin_run(settings: Settings) -> None:
+    """Give the logs of the last run at this address other names, of all its processes. Raises ConfigError.
+
+    Old logs of other addresses are removed, but from our own directory only: in others they may be collected.
+    """
+    if (directory := log_directory(settings)) is not None:
+        with _log_errors(directory):
+            keep_last_run(directory, settings.host, settings.port)
+        if not settings.log_dir:
+            ports = {int(entry.name.rpartition(":")[2]) for entry in running_instances()}
+            remove_old_logs(directory, ports | {settings.port})
+
+
 def begin_log(settings: Settings, process: str) -> ProcessOutput:
-    """Return the output of `process`, with an empty log. Raises ConfigError."""
+    """Return the output of `process`, whose log goes on where one of its name has ended. Raises ConfigError."""
     if (path := log_path(settings, process)) is None:
         return ProcessOutput(process, StandardError(), settings.log_format)
     log_file = LogFile(path, settings.log_max_bytes)

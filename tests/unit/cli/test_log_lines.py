@@ -23,6 +23,20 @@ def test_lines_of_several_logs_are_merged_by_time(tmp_path: Path) -> None:
     assert last_lines(logs, 0) == []
 
 
+def test_lines_from_before_a_rotation_come_first(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.with_name("a.log.1").write_text(line(1, "one") + line(2, "two"))
+    log.write_text("  a traceback\n" + line(3, "three"))
+    other = tmp_path / "b.log"
+    other.write_text(line(1, "other"))
+    logs = {"a": log, "b": other}
+    texts = [each.text.split()[-1] for each in last_lines(logs, 10)]
+    assert texts == ["one", "other", "two", "traceback", "three"]
+    assert [each.text.split()[-1] for each in last_lines({"a": log}, 3)] == ["two", "traceback", "three"]
+    log.unlink()
+    assert [each.text.split()[-1] for each in last_lines({"a": log}, 10)] == ["one", "two"]
+
+
 def test_added_lines_are_followed_through_a_rotation(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text(line(1, "old"))

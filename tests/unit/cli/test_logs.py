@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from baton.cli.logs import logs
 from baton.config.directories import supervisor_directory
 from baton.control.process_entries import published_entry
+from baton.topology.log_file import log_name
 
 LINE = "2026-01-31 10:00:00,000 INFO x crashed\n"
 
@@ -52,3 +53,9 @@ def test_of_two_addresses_with_one_port_the_last_that_wrote_is_shown(
 def test_the_last_logs_are_shown_when_none_runs() -> None:
     assert CliRunner().invoke(logs, ["worker"], catch_exceptions=False).output.endswith(LINE)
     assert CliRunner().invoke(logs, ["decode"]).exit_code == 2
+
+
+def test_the_logs_of_a_host_with_a_number_in_its_name_are_found(tmp_path: Path) -> None:
+    (tmp_path / log_name("gpu-3-a", 8000, "decode-0")).write_text(LINE)
+    arguments = ["decode", "--port", "8000", "--log-dir", str(tmp_path)]
+    assert CliRunner().invoke(logs, arguments, catch_exceptions=False).output == LINE

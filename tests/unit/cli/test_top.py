@@ -1,7 +1,11 @@
 """The figures and the table of `baton top`."""
 
-import msgspec
+import socket
 
+import msgspec
+from click.testing import CliRunner
+
+from baton.cli.top import top
 from baton.cli.top_samples import Row, build_row
 from baton.cli.top_table import render
 from baton.views.deployment import ProcessAddress
@@ -72,3 +76,21 @@ def test_the_table_fits_the_terminal_and_says_what_is_not_shown() -> None:
     assert lines[-1].startswith("... and ")
     wide = render(rows, width=300, height=100, clock="12:00:00")
     assert "no reply within 3 s" in wide
+
+
+def test_the_summary_counts_one_process_and_one_request() -> None:
+    rows = [Row(name="8000/worker-0", url="", role="aggregated", state="serving", in_flight=1)]
+    summary = render(rows, width=300, height=100, clock="12:00:00").splitlines()[0]
+    assert summary == "baton  12:00:00  1 process (1 serving)  1 request in flight  0 tokens/s"
+
+
+def test_a_table_of_processes_that_cannot_be_read_is_a_failure() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        for arguments in (["--once"], ["--once", "--json"]):
+            done = CliRunner().invoke(top, [*arguments, "--url", f"http://{address}"], catch_exceptions=False)
+            assert done.exit_code == 1
+            assert address in done.stdout
+            assert done.stderr.startswith(f"baton: no process can be read ({address}: Cannot connect")
+            assert done.stderr.count("\n") == 1

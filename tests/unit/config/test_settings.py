@@ -183,6 +183,12 @@ def test_prefill_and_decode_go_together() -> None:
     assert load({"prefill": 1, "decode": 2}, {}, None).decode == 2
     assert "--decode" in refusal({"prefill": 1}, {}, None)
     assert "--prefill" in refusal({}, {"BATON_DECODE": "1"}, None)
+
+
+def test_a_certificate_and_its_key_need_each_other() -> None:
+    assert "add --tls-key" in refusal({"tls_certificate": "cert.pem"}, {}, None)
+    assert "add --tls-certificate" in refusal({}, {"BATON_TLS_KEY": "key.pem"}, None)
+    assert load({"tls_certificate": "cert.pem", "tls_key": "key.pem"}, {}, None).tls_key == "key.pem"
     assert "--workers" in refusal({"prefill": 1, "decode": 1, "workers": 2}, {}, None)
 
 

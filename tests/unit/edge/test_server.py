@@ -50,8 +50,8 @@ async def test_a_handshake_that_takes_too_long_is_ended(certificate: tuple[str, 
 @pytest.mark.process
 def test_tls_files_are_checked_at_the_start(certificate: tuple[str, str], tmp_path: Path) -> None:
     assert tls_context("", "") is None
-    with pytest.raises(ConfigError, match="add --tls-key"):
-        tls_context(certificate[0], "")
+    with pytest.raises(ConfigError, match="cannot use --tls-certificate"):
+        tls_context("", certificate[1])
     with pytest.raises(ConfigError, match="cannot use --tls-certificate"):
         tls_context(certificate[0], str(tmp_path / "missing"))
     with pytest.raises(ConfigError, match="cannot use --tls-certificate"):

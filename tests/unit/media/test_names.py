@@ -12,7 +12,7 @@ from baton.testing import eventually, run_bounded
 
 
 class NameServer:
-    """Answers every name, those of `slow.example` only when it is told to."""
+    """Answers every name, those of the slow domains only when it is told to."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
@@ -20,7 +20,7 @@ class NameServer:
 
     def look_up(self, host: str, family: socket.AddressFamily) -> list[tuple[int, str]]:
         self.asked[host] += 1
-        if host.endswith("slow.example"):
+        if host.endswith(("slow.example", "slow.co.uk")):
             self.answer.wait(30)
         if host == "unknown.example":
             raise socket.gaierror(socket.EAI_NONAME, "unknown")
@@ -42,6 +42,20 @@ def test_slow_names_delay_neither_other_names_nor_the_default_threads() -> None:
         assert len(server.asked) == THREADS_PER_DOMAIN + 1, "the rest of the slow names waits for its domain"
         server.answer.set()
         assert all(addresses(found) == ["192.0.2.1"] for found in await asyncio.gather(*slow))
+        await names.close()
+
+    run_bounded(body())
+
+
+def test_domains_of_one_country_have_threads_of_their_own() -> None:
+    async def body() -> None:
+        server = NameServer()
+        names = NameLookup(server.look_up, timeout_s=30)
+        slow = [asyncio.create_task(names.resolve(f"n{number}.slow.co.uk", 80)) for number in range(10)]
+        await eventually(lambda: len(server.asked) == THREADS_PER_DOMAIN)
+        assert addresses(await names.resolve("fast.co.uk", 80)) == ["192.0.2.1"]
+        server.answer.set()
+        await asyncio.gather(*slow)
         await names.close()
 
     run_bounded(body())

@@ -21,9 +21,8 @@ def test_a_log_is_readable_by_its_user_only(tmp_path: Path) -> None:
     log = LogFile(path, 10)
     log.begin()
     assert (mode(path.parent), mode(path)) == (0o700, 0o600)
-    path.chmod(0o644)
     log.write(b"more than ten bytes")
-    assert mode(path) == mode(log.previous) == 0o600, "a file of an earlier version is closed to others"
+    assert mode(path) == mode(log.rotated) == 0o600
 
 
 def test_a_log_that_is_a_link_is_refused(tmp_path: Path) -> None:
@@ -39,16 +38,18 @@ def test_a_log_that_is_full_is_moved_and_nothing_is_lost(tmp_path: Path) -> None
     log = LogFile(path, 10)
     for text in (b"0123456789", b"first", b"12345", b"last"):
         log.write(text)
-    assert log.previous.read_bytes() == b"first12345"
+    assert log.rotated.read_bytes() == b"first12345"
     assert path.read_bytes() == b"last"
 
 
-def test_the_log_of_the_last_run_is_kept(tmp_path: Path) -> None:
+def test_a_process_that_is_added_again_goes_on_with_its_log(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    path.write_text("last run")
-    log = LogFile(path, 10)
-    log.begin()
-    assert (path.read_bytes(), log.previous.read_text()) == (b"", "last run")
+    for text in (b"first", b"second"):
+        log = LogFile(path, 10)
+        log.begin()
+        log.write(text)
+        log.close()
+    assert (log.rotated.read_bytes(), path.read_bytes()) == (b"first", b"second")
 
 
 def written(output: ProcessOutput, *texts: bytes) -> None:
