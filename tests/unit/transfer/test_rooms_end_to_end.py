@@ -868,6 +868,62 @@ def test_a_transport_that_cannot_connect_is_followed_by_the_next() -> None:
     run_bounded(body())
 
 
+class ConnectingClient(ScriptedClient):
+    """A TransportClient called shm whose connects end, in turn, when a test sets their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connects: list[asyncio.Future[StalledChannel]] = []
+
+    async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> StalledChannel:
+        self.connects.append(asyncio.get_running_loop().create_future())
+        return await self.connects[-1]
+
+
+def test_claims_that_wait_for_a_negotiation_share_its_failure() -> None:
+    async def body() -> None:
+        client = ConnectingClient()
+        async with pair(transports=lambda _: [client]) as it:
+            for room in range(4):
+                it.producer.offer(it.ticket(room), 16)
+                it.claim(room)
+            await eventually(lambda: it.producer.rooms.open["claimed"] == 4 and len(client.connects) == 1)
+            await asyncio.sleep(0.05)  # until all of them wait
+            client.connects[0].set_exception(PeerLost("unreachable"))
+            await eventually(lambda: len(it.lost) == 4)
+            assert len(client.connects) == 1
+            assert all("unreachable" in error.message for error in it.lost)
+            it.producer.offer(it.ticket(4), 16)
+            claim = it.claim(4)
+            await eventually(lambda: len(client.connects) == 2)  # a later claim negotiates again
+            await claim.close()
+
+    run_bounded(body())
+
+
+def test_a_claim_that_is_closed_while_it_negotiates_leaves_that_to_the_next() -> None:
+    async def body() -> None:
+        client = ConnectingClient()
+        channel = StalledChannel()
+        async with pair(transports=lambda _: [client]) as it:
+            claims = []
+            for room in range(2):
+                it.producer.offer(it.ticket(room), 16).computed(KvComputed((5,), True))
+                claims.append(it.claim(room))
+                claims[-1].place(KvWanted(0, (1,)))
+                await eventually(lambda: len(client.connects) == 1)
+            await eventually(lambda: it.producer.rooms.open["claimed"] == 2)
+            await asyncio.sleep(0.05)
+            await claims[0].close()
+            await eventually(lambda: len(client.connects) == 2)
+            client.connects[1].set_result(channel)
+            await eventually(lambda: channel.is_fetching)
+            assert it.lost == []
+            await claims[1].close()
+
+    run_bounded(body())
+
+
 def test_a_transport_that_is_not_opened_in_time_is_followed_by_the_next() -> None:
     """The details of the first one arrive after those of the second were requested."""
     connected: list[tuple[str, dict[str, object]]] = []
