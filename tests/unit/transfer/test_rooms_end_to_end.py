@@ -323,6 +323,41 @@ def test_a_ticket_can_be_declined_after_the_prefill_has_begun() -> None:
     run_bounded(body())
 
 
+def test_a_worker_whose_kv_cache_is_not_compatible_can_decline() -> None:
+    async def body() -> None:
+        async with pair(shape=msgspec.structs.replace(SHAPE, block_size=32)) as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            it.consumer.decline(it.ticket())
+            with pytest.raises(Cancelled):
+                await asyncio.wait_for(lease.ended(), QUICK.claim_timeout_s / 2)
+            assert it.producer.rooms.ended["cancelled"] == 1
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("then", ["it is claimed", "it ends"])
+def test_a_late_decline_leaves_a_room_alone_that_is_no_longer_offered(then: str) -> None:
+    async def body() -> None:
+        async with pair() as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            other = msgspec.structs.replace(it.mine.memory, shape=msgspec.structs.replace(SHAPE, block_size=32))
+            with claim_by_hand(it, wire.encode(wire.Claim(0, SECRET, other))) as refused:
+                await asyncio.get_running_loop().run_in_executor(None, refused.recv, 1)
+                if then == "it is claimed":
+                    claim = it.claim()
+                    await it.claimed()
+                else:
+                    lease.fail(PeerLost("enough"))
+                refused.sendall(wire.encode(wire.encode_error(Cancelled("given up"))))
+                await eventually(lambda: it.producer.open_sessions == (then == "it is claimed"))
+            assert it.producer.rooms.ended["cancelled"] == 0
+            if then == "it is claimed":
+                assert it.producer.rooms.open["claimed"] == 1
+                await claim.close()
+
+    run_bounded(body())
+
+
 def test_a_claim_closed_at_any_moment_cancels_its_lease() -> None:
     """Even when Claim and Failed arrive in one packet: the producer answers the first before it reads the second."""
 
