@@ -458,3 +458,26 @@ def test_rows_stay_pinned_until_the_abort_has_ended_even_if_the_request_is_cance
         await eventually(lambda: harness.store.pinned == 0)
 
     run_bounded(body())
+
+
+def test_a_claim_that_is_lost_while_its_request_waits_for_memory_ends_the_wait() -> None:
+    async def body() -> None:
+        harness = RowsHarness(encodes=False)
+        blocks = harness.store.memory.blocks
+        full = await harness.store.hold([Wanted("full", blocks * harness.store.memory.block_bytes)])
+        assert full is not None
+        answer = asyncio.create_task(harness.compute(request(A, encoder_result=harness.result(A))))
+        await eventually(lambda: bool(harness.consumer.claims))
+        [claim] = harness.consumer.claims
+        claim.accepted.set_result(("", 0))
+        await asyncio.sleep(0.01)
+        claim.on_lost(PeerLost("gone"))
+        with pytest.raises(PeerLost, match="gone"):
+            await asyncio.wait_for(answer, 5.0)
+        assert claim.closed == 1
+        assert claim.placed == []
+        full.release()
+        assert harness.store.pinned == 0
+        assert await harness.store.hold([Wanted("next", 8)]) is not None, "the queue for memory goes on"
+
+    run_bounded(body())
