@@ -52,7 +52,11 @@ class TestDynamoRuntime(RuntimeContract):
                     endpoint.publish(KvStored((1, 2, 3), tuple(tokens[:48]), CARD.block_size, dp_rank=1))
                     await asyncio.sleep(0.05)
                     found = (await router.best_worker(tokens))[1:]
+                # Stored more than once: the runtime counts, and the cache is empty nevertheless.
+                endpoint.publish(KvStored((1, 2, 3), tuple(tokens[:48]), CARD.block_size, dp_rank=1))
                 while found[1]:
+                    # A router that has missed an event reads the worker's blocks again when it gets a later one.
+                    endpoint.publish(KvStored((4,), tuple(range(100, 116)), CARD.block_size, dp_rank=1))
                     endpoint.publish(KvCleared(dp_rank=1))
                     await asyncio.sleep(0.05)
                     found = (await router.best_worker(tokens))[1:]

@@ -53,7 +53,7 @@ class AggregatedHandler:
             async with await self._media_input.load(request, tracked) as media:
                 work = await with_bad_words(media.attach(work, tracked, admitted), self._texts, tracked)
                 async with aclosing(
-                    relay(self._engine, work, tracked, self._tracker.limits, texts=self._texts)
+                    relay(self._engine, work, tracked, self._tracker.limits, texts=self._texts, media=media)
                 ) as chunks:
                     async for chunk in chunks:
                         media.used()

@@ -8,8 +8,8 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 
-from baton.engine_kit.threads import fail, resolve
-from baton.errors import BatonError, InvalidRequest, PeerLost
+from baton.engine_kit.threads import resolve
+from baton.errors import InvalidRequest, PeerLost
 from baton.handlers.kv_handoff import moved_by
 from baton.handlers.tickets import EncoderResult
 from baton.media.embedding_store import EmbeddingStore, Hold, Wanted
@@ -114,18 +114,15 @@ class RowsInput:
     ) -> Hold:
         """Claim the room and fetch what is missing."""
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def lost(error: BatonError) -> None:
-            fail(arrived, error)
-
-        claim = self._consumer.claim(ticket, lambda: resolve(arrived, None), lost)
+        scope = CancelScope()  # of the claim: it can be lost while the request waits for memory
+        claim = self._consumer.claim(ticket, lambda: resolve(arrived, None), scope.fire)
         hold: Hold | None = None
         try:
             # A claimed room does not expire, however long this request waits for memory.
             await claim.claimed()
-            hold = await self._hold([Wanted(each, held[each].nbytes) for each in hashes])
+            hold = await wait_for_rows(scope, self._hold([Wanted(each, held[each].nbytes) for each in hashes]))
             claim.place(*_wanted(hold, held))
-            await arrived
+            await scope.wait(arrived)
             timeline.mark("kv_moved", {"kind": "media", **moved_by(claim)})
             for slot in hold.new:
                 hold.filled(slot, held[slot.content_hash].item)

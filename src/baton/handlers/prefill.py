@@ -134,7 +134,9 @@ class PrefillHandler:
     ) -> AsyncGenerator[Chunk, None]:
         """The request lasts until the KV has been taken. What ends the request or the lease ends the other too."""
         try:
-            async with aclosing(relay(self._engine, work, tracked, self._tracker.limits, handoff)) as chunks:
+            async with aclosing(
+                relay(self._engine, work, tracked, self._tracker.limits, handoff, media=media)
+            ) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason is None:
                         yield chunk
@@ -156,7 +158,9 @@ class PrefillHandler:
         ticket = new_ticket(self._producer.address, work.dp_rank or 0, self._engine.capabilities.dp_size)
         handoff = ProduceLate(self._producer, ticket, tracked, placed)
         try:
-            async with aclosing(relay(self._engine, work, tracked, self._tracker.limits, handoff)) as chunks:
+            async with aclosing(
+                relay(self._engine, work, tracked, self._tracker.limits, handoff, media=media)
+            ) as chunks:
                 async for chunk in chunks:
                     yield _with_length(chunk)
         except BaseException as error:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 
 from baton.errors import BatonError, EngineDead, EngineFailed
 from baton.handlers.kv_handoff import KvHandoff
+from baton.handlers.media import LoadedMedia
 from baton.handlers.prompt_data import PromptReport
 from baton.ports.engine import AbortableEngine, GenerateEngine, Work
 from baton.ports.tokenizer import TokenTexts
@@ -39,6 +40,7 @@ async def relay(
     limits: RequestLimits,
     handoff: KvHandoff | None = None,
     texts: TokenTexts | None = None,
+    media: LoadedMedia | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Submit `work` and yield its chunks; the last one carries the finish reason and the usage.
 
@@ -46,7 +48,7 @@ async def relay(
 
     Chunks are sent as soon as there is something to send, but at most once every `flush_interval_s`: tokens that come
     faster are joined. When the iterator ends before the last chunk, the handoff has ended and the engine has confirmed
-    an abort or exceeded `abort_timeout_s`.
+    an abort or exceeded `abort_timeout_s`. `media` are closed only after that.
     """
     tracked.scope.check()
     answer = _Answer(work, tracked)
@@ -74,7 +76,7 @@ async def relay(
         finished = not answer.open_choices
         if handoff is not None or not finished:
             # A second cancellation ends the wait, not the clean-up.
-            await asyncio.shield(_release(engine, work, limits, handoff, finished))
+            await asyncio.shield(_release(engine, work, limits, handoff, finished, media))
 
 
 def _filtered(outputs: list[Output], handoff: KvHandoff | None) -> list[Output]:
@@ -91,15 +93,24 @@ def _blame_if_alone(tracked: TrackedRequest, death: EngineDead) -> None:
 
 
 async def _release(
-    engine: GenerateEngine, work: Work, limits: RequestLimits, handoff: KvHandoff | None, finished: bool
+    engine: GenerateEngine,
+    work: Work,
+    limits: RequestLimits,
+    handoff: KvHandoff | None,
+    finished: bool,
+    media: LoadedMedia | None,
 ) -> None:
-    """End the handoff, then abort what has not finished: no KV may be written into blocks that are free."""
-    try:
-        if handoff is not None:
-            await handoff.end()
-    finally:
-        if not finished:
-            await abort(engine, work.request_id, limits.abort_timeout_s)
+    """End the handoff, then abort what has not finished: no KV may be written into blocks that are free.
+
+    Media that the engine may still read are closed after that: a caller that is cancelled again closes its own at once.
+    """
+    async with LoadedMedia() if finished or media is None else media.transfer():
+        try:
+            if handoff is not None:
+                await handoff.end()
+        finally:
+            if not finished:
+                await abort(engine, work.request_id, limits.abort_timeout_s)
 
 
 class _Answer:

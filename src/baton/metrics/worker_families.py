@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from baton import errors
 from baton.errors import BatonError
 from baton.metrics.families import SECONDS, Family, Label
 from baton.protocol.lifecycle import TERMINAL
@@ -10,7 +11,8 @@ from baton.protocol.lifecycle import TERMINAL
 def _codes(error: type[BatonError]) -> Iterator[str]:
     yield error.code
     for child in error.__subclasses__():
-        yield from _codes(child)
+        if child.__module__ == errors.__name__:  # others have the code of one of these
+            yield from _codes(child)
 
 
 WORKERS = ("aggregated", "prefill", "decode", "encode", "embed", "process")

@@ -161,11 +161,14 @@ class NixlChannel:
         self._closed = False
 
     async def connect(self) -> "Agent":
-        """Return an agent that has loaded the producer's metadata. Raises PeerLost."""
+        """Return an agent that has loaded the producer's metadata. Raises PeerLost. Calls may run concurrently."""
         agent = await self._client.agent()
         if self._agent is not agent:
             add = functools.partial(agent.add, self._remote)
-            await _bounded(self._pool, add, self._connect_timeout_s, "the producer's metadata was not loaded")
+            problem = "the producer's metadata was not loaded"
+            await _bounded(self._pool, add, self._connect_timeout_s, problem, lambda _: self._remove(agent))
+            if self._agent is agent:
+                self._remove(agent)  # another fetch has added it meanwhile, and `close` removes it once
             self._agent = agent
         return agent
 
@@ -198,8 +201,13 @@ class NixlChannel:
 
     def _disconnect(self) -> None:
         if self._agent is not None:
-            self._pool.submit(self._agent.remove, self._remote.agent)
+            self._remove(self._agent)
             self._agent = None
+
+    def _remove(self, agent: "Agent") -> None:
+        """Undo one `add`. A retired agent ends with everything that it has loaded, and its threads may have ended."""
+        if not agent.retired:
+            self._pool.submit(agent.remove, self._remote.agent)
 
 
 class Agent:
@@ -345,21 +353,32 @@ def _requests(lengths: Numbers) -> Iterator[slice]:
         yield slice(start, end)
 
 
-async def _bounded(pool: ThreadPoolExecutor, work: Callable[[], T], limit_s: float, problem: str) -> T:
-    """Run `work` in a thread; after `limit_s` stop waiting for it."""
+async def _bounded(
+    pool: ThreadPoolExecutor,
+    work: Callable[[], T],
+    limit_s: float,
+    problem: str,
+    undo: Callable[[T], object] = lambda _: None,
+) -> T:
+    """Run `work` in a thread; after `limit_s` stop waiting for it.
+
+    After a timeout or a cancellation `undo` is called with what `work` returns in the end.
+    """
     future = asyncio.wrap_future(pool.submit(work))
-    future.add_done_callback(_retrieve)
     try:
         async with asyncio.timeout(limit_s):
             return await asyncio.shield(future)
-    except TimeoutError:
-        raise PeerLost(f"{problem} within {limit_s:g} s") from None
+    except BaseException as error:
+        future.add_done_callback(lambda ended: _discard(ended, undo))
+        if isinstance(error, TimeoutError):
+            raise PeerLost(f"{problem} within {limit_s:g} s") from None
+        raise
 
 
-def _retrieve(future: asyncio.Future[T]) -> None:
-    """Mark the error as retrieved, after a timeout too."""
-    if not future.cancelled():
-        future.exception()
+def _discard(future: asyncio.Future[T], undo: Callable[[T], object]) -> None:
+    """Undo what has been done, or mark the error as retrieved."""
+    if not future.cancelled() and future.exception() is None:
+        undo(future.result())
 
 
 def _log_errors(clean_up: Callable[[], object]) -> None:

@@ -127,11 +127,9 @@ class RoomClient:
         producer = accepted.producer
         peer = self._peer(producer)
         with peer.in_use():
-            async with peer.negotiating:
-                if peer.channel is None:
-                    peer.channel, peer.transport = await self._negotiate(claim, accepted, memory)
+            channel = await peer.negotiated(lambda: self._negotiate(claim, accepted, memory))
             try:
-                yield peer.channel, peer.transport
+                yield channel, peer.transport
             except PeerLost:
                 if self._peers.get(producer) is peer:
                     self._drop(producer)

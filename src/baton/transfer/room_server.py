@@ -286,6 +286,7 @@ class _ClaimSession:
         self._claim_timeout_s = options.claim_timeout_s
         self._claim: wire.Claim | None = None
         self._room: Room | None = None
+        self._unusable: Room | None = None  # the room of a claim whose memory is not compatible
         self._timer = self._refuse_after(CLAIM_MESSAGE_TIMEOUT_S, "no claim was received")
 
     def claim(self) -> None:
@@ -293,10 +294,12 @@ class _ClaimSession:
         assert self._claim is not None
         rooms, number, secret = self._producer.rooms, self._claim.room, self._claim.secret
         try:
-            if rooms.find_offered(number, secret) is None:
+            offered = rooms.find_offered(number, secret)
+            if offered is None:
                 self._producer.wait_for_room(self, number)
                 return
-            require_alike(self._memory, self._claim.memory)
+            if not self._fits(offered):
+                return
             self._room = rooms.claim(number, secret)
         except BatonError as error:
             self._refuse(error)
@@ -310,6 +313,21 @@ class _ClaimSession:
             self.connection.send(wire.Placed(room.media))
         if room.blocks:
             self.connection.send(wire.Computed(tuple(room.blocks), room.complete, room.cached_tokens))
+
+    def _fits(self, offered: Room) -> bool:
+        """Whether the consumer's memory is compatible; else send the difference.
+
+        The connection stays open for a moment: a consumer that declines sends the reason right after its claim.
+        """
+        assert self._claim is not None
+        try:
+            require_alike(self._memory, self._claim.memory)
+        except PeerLost as error:
+            self._unusable = offered
+            self.connection.send(wire.encode_error(error))
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(CLAIM_MESSAGE_TIMEOUT_S, self.close)
+        return self._unusable is None
 
     def finish(self, error: BatonError | None) -> None:
         """The lease has ended; send the result and close the connection."""
@@ -345,8 +363,15 @@ class _ClaimSession:
             self._producer.end(self._room, _failed_state(error), error)
         else:
             if isinstance(error, Cancelled):
-                self._producer.rooms.decline(self._claim.room, self._claim.secret)
+                self._decline(error)
             self.close()
+
+    def _decline(self, error: Cancelled) -> None:
+        assert self._claim is not None
+        if self._unusable is None:
+            self._producer.rooms.decline(self._claim.room, self._claim.secret)
+        elif self._unusable.state is RoomState.OFFERED:
+            self._producer.end(self._unusable, RoomState.CANCELLED, error)
 
     def _refuse(self, error: BatonError) -> None:
         if self._room is not None:

@@ -30,6 +30,7 @@ from baton.ports.engine import (
 from baton.ports.transfer import EmbeddingShape
 from baton.protocol.codec import decode_request
 from baton.protocol.handoff import Ticket
+from baton.protocol.ids import RequestId
 from baton.protocol.media import EncodedItem, EncodedMedia, HeldItem, MediaEmbedding, PlacedItem
 from baton.protocol.outputs import Chunk, Finished, FinishReason, HandoffReady, TokenDelta
 from baton.protocol.requests import GenerateRequest
@@ -86,6 +87,8 @@ class RowsEngine(ScriptedEngine):
         self.encoded: list[str] = []
         self.withdrawn = 0
         self.gate: asyncio.Event | None = None
+        self.may_abort = asyncio.Event()
+        self.may_abort.set()
         self.wrong: dict[str, Any] = {}
         self.error: BatonError | None = None
 
@@ -104,6 +107,10 @@ class RowsEngine(ScriptedEngine):
         fields = {"item": item(url), "dtype": "uint8", "size": 8, "data": memoryview(rows_of(url))}
         return Encoded(items=(EncodedRows(**{**fields, **self.wrong}),))
 
+    async def abort(self, request_id: RequestId) -> None:
+        await self.may_abort.wait()
+        await super().abort(request_id)
+
 
 class RowsHarness:
     """Handlers of every role that computes prompts, around one engine that encodes and takes rows."""
@@ -117,7 +124,7 @@ class RowsHarness:
         self.context = MemoryContext()
         self.observer = RecordingObserver()
         self.gate = Gate(64)
-        limits = RequestLimits(flush_interval_s=0.0, abort_timeout_s=0.5)
+        limits = RequestLimits(flush_interval_s=0.0, abort_timeout_s=10.0)
         tracker = RequestTracker(self.gate, limits, self.observer, "role", lambda error: None)
         encoder = MediaEncoder(self.engine, self.store, MEDIA) if encodes else None
         media_input = MediaInput(CAN, INFO, self.loader, encoder, RowsInput(self.consumer, self.store))
@@ -426,5 +433,51 @@ def test_places_of_another_prompt_are_refused() -> None:
         late = {"disaggregated_params": params_of(TICKET, {})}
         with pytest.raises(PeerLost, match="no placeholder at token 2"):
             await collect(harness.decode.generate(request(A, prefill_result=late), harness.context))
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("role", ["aggregated", "early prefill", "late prefill"])
+def test_rows_stay_pinned_until_the_abort_has_ended_even_if_the_request_is_cancelled_again(role: str) -> None:
+    async def body() -> None:
+        harness = RowsHarness([asyncio.Event()])
+        harness.engine.may_abort.clear()
+        bootstrap = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 5, "handoff_id": "secret"}
+        sent = request(A, bootstrap_info=bootstrap) if role == "early prefill" else request(A)
+        handler = harness.aggregated if role == "aggregated" else harness.prefill
+        answer = asyncio.create_task(collect(handler.generate(sent, harness.context)))
+        await eventually(lambda: bool(harness.engine.submitted))
+        harness.context.cancel()
+        await asyncio.sleep(0.01)
+        for _ in range(3):
+            answer.cancel()
+            await asyncio.sleep(0.01)
+        assert harness.store.pinned == 1, "the engine may still read them"
+        harness.engine.may_abort.set()
+        await asyncio.wait([answer])
+        await eventually(lambda: harness.store.pinned == 0)
+
+    run_bounded(body())
+
+
+def test_a_claim_that_is_lost_while_its_request_waits_for_memory_ends_the_wait() -> None:
+    async def body() -> None:
+        harness = RowsHarness(encodes=False)
+        blocks = harness.store.memory.blocks
+        full = await harness.store.hold([Wanted("full", blocks * harness.store.memory.block_bytes)])
+        assert full is not None
+        answer = asyncio.create_task(harness.compute(request(A, encoder_result=harness.result(A))))
+        await eventually(lambda: bool(harness.consumer.claims))
+        [claim] = harness.consumer.claims
+        claim.accepted.set_result(("", 0))
+        await asyncio.sleep(0.01)
+        claim.on_lost(PeerLost("gone"))
+        with pytest.raises(PeerLost, match="gone"):
+            await asyncio.wait_for(answer, 5.0)
+        assert claim.closed == 1
+        assert claim.placed == []
+        full.release()
+        assert harness.store.pinned == 0
+        assert await harness.store.hold([Wanted("next", 8)]) is not None, "the queue for memory goes on"
 
     run_bounded(body())

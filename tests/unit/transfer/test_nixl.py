@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path as File
@@ -16,7 +17,8 @@ from baton.errors import PeerLost
 from baton.ports.transfer import BlockMemory, Channel
 from baton.protocol.handoff import Ticket
 from baton.testing.bounded import run_bounded
-from baton.transfer.nixl import NixlClient, NixlServer, available
+from baton.transfer.block_copy import Stop, block_pairs, paired_spans
+from baton.transfer.nixl import Agent, NixlChannel, NixlClient, NixlDetails, NixlServer, available
 from tests.unit.transfer.kv_caches import (
     SHAPE,
     SPAWN,
@@ -288,6 +290,55 @@ async def cancels_a_fetch_of_a_stopped_producer(peers: list[Peer]) -> None:
 
 def test_a_cancelled_fetch_from_a_stopped_producer_ends() -> None:
     run_in_consumer(cancels_a_fetch_of_a_stopped_producer, msgspec.structs.replace(BIG, env=OVER_TCP))
+
+
+async def forgets_unused_peers(peers: list[Peer]) -> None:
+    peer, mine = peers[0], Cache(2)
+    client = NixlClient(mine.memory)
+    agent = await client.agent()
+
+    connecting = asyncio.create_task(client.connect(TICKET, peer.memory, peer.details))
+    await asyncio.sleep(0)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    await until_unknown(agent, mine, peer)
+
+    remote = msgspec.convert(peer.details, NixlDetails)
+    with ThreadPoolExecutor(1) as pool:
+        late = NixlChannel(client, pool, mine.memory, peer.memory, remote, connect_timeout_s=0.0, stall_timeout_s=5.0)
+        with pytest.raises(PeerLost, match="was not loaded within"):
+            await late.connect()
+        await until_unknown(agent, mine, peer)
+
+    channel = await client.connect(TICKET, peer.memory, peer.details)
+    agent.close()  # as after a producer that did not answer
+    await asyncio.gather(*(channel.fetch(TICKET, [number], [number]) for number in range(2)))
+    agent = await client.agent()
+    read(agent, mine, peer)
+    channel.close()
+    await until_unknown(agent, mine, peer)
+    await client.close()
+
+
+def read(agent: Agent, mine: Cache, peer: Peer) -> None:
+    source, target = block_pairs(peer.memory, [0], mine.memory, [0])
+    spans = paired_spans(peer.memory, source, mine.memory, target)
+    agent.read(peer.details["agent"], peer.memory, *spans, 5.0, Stop())  # type: ignore[arg-type]
+
+
+async def until_unknown(agent: Agent, mine: Cache, peer: Peer) -> None:
+    """Wait until the agent has removed the producer's metadata."""
+    while True:
+        await asyncio.sleep(0.1)  # longer than loading them takes
+        try:
+            read(agent, mine, peer)
+        except PeerLost:
+            return
+
+
+def test_the_metadata_of_a_producer_are_removed_when_no_channel_uses_them() -> None:
+    run_in_consumer(forgets_unused_peers, ProducerSetup("nixl"))
 
 
 async def opens_and_closes(peers: list[Peer]) -> None:

@@ -325,6 +325,41 @@ def test_a_ticket_can_be_declined_after_the_prefill_has_begun() -> None:
     run_bounded(body())
 
 
+def test_a_worker_whose_kv_cache_is_not_compatible_can_decline() -> None:
+    async def body() -> None:
+        async with pair(shape=msgspec.structs.replace(SHAPE, block_size=32)) as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            it.consumer.decline(it.ticket())
+            with pytest.raises(Cancelled):
+                await asyncio.wait_for(lease.ended(), QUICK.claim_timeout_s / 2)
+            assert it.producer.rooms.ended["cancelled"] == 1
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("then", ["it is claimed", "it ends"])
+def test_a_late_decline_leaves_a_room_alone_that_is_no_longer_offered(then: str) -> None:
+    async def body() -> None:
+        async with pair() as it:
+            lease = it.producer.offer(it.ticket(), 16)
+            other = msgspec.structs.replace(it.mine.memory, shape=msgspec.structs.replace(SHAPE, block_size=32))
+            with claim_by_hand(it, wire.encode(wire.Claim(0, SECRET, other))) as refused:
+                await asyncio.get_running_loop().run_in_executor(None, refused.recv, 1)
+                if then == "it is claimed":
+                    claim = it.claim()
+                    await it.claimed()
+                else:
+                    lease.fail(PeerLost("enough"))
+                refused.sendall(wire.encode(wire.encode_error(Cancelled("given up"))))
+                await eventually(lambda: it.producer.open_sessions == (then == "it is claimed"))
+            assert it.producer.rooms.ended["cancelled"] == 0
+            if then == "it is claimed":
+                assert it.producer.rooms.open["claimed"] == 1
+                await claim.close()
+
+    run_bounded(body())
+
+
 def test_a_claim_closed_at_any_moment_cancels_its_lease() -> None:
     """Even when Claim and Failed arrive in one packet: the producer answers the first before it reads the second."""
 
@@ -866,6 +901,62 @@ def test_a_transport_that_cannot_connect_is_followed_by_the_next() -> None:
             it.claim().place(KvWanted(0, (1,)))
             await eventually(lambda: it.arrived == 1)
             assert set(it.consumer.bytes_by_transport) == {"tcp"}
+
+    run_bounded(body())
+
+
+class ConnectingClient(ScriptedClient):
+    """A TransportClient called shm whose connects end, in turn, when a test sets their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connects: list[asyncio.Future[StalledChannel]] = []
+
+    async def connect(self, ticket: Ticket, memory: BlockMemory, details: dict[str, object]) -> StalledChannel:
+        self.connects.append(asyncio.get_running_loop().create_future())
+        return await self.connects[-1]
+
+
+def test_claims_that_wait_for_a_negotiation_share_its_failure() -> None:
+    async def body() -> None:
+        client = ConnectingClient()
+        async with pair(transports=lambda _: [client]) as it:
+            for room in range(4):
+                it.producer.offer(it.ticket(room), 16)
+                it.claim(room)
+            await eventually(lambda: it.producer.rooms.open["claimed"] == 4 and len(client.connects) == 1)
+            await asyncio.sleep(0.05)  # until all of them wait
+            client.connects[0].set_exception(PeerLost("unreachable"))
+            await eventually(lambda: len(it.lost) == 4)
+            assert len(client.connects) == 1
+            assert all("unreachable" in error.message for error in it.lost)
+            it.producer.offer(it.ticket(4), 16)
+            claim = it.claim(4)
+            await eventually(lambda: len(client.connects) == 2)  # a later claim negotiates again
+            await claim.close()
+
+    run_bounded(body())
+
+
+def test_a_claim_that_is_closed_while_it_negotiates_leaves_that_to_the_next() -> None:
+    async def body() -> None:
+        client = ConnectingClient()
+        channel = StalledChannel()
+        async with pair(transports=lambda _: [client]) as it:
+            claims = []
+            for room in range(2):
+                it.producer.offer(it.ticket(room), 16).computed(KvComputed((5,), True))
+                claims.append(it.claim(room))
+                claims[-1].place(KvWanted(0, (1,)))
+                await eventually(lambda: len(client.connects) == 1)
+            await eventually(lambda: it.producer.rooms.open["claimed"] == 2)
+            await asyncio.sleep(0.05)
+            await claims[0].close()
+            await eventually(lambda: len(client.connects) == 2)
+            client.connects[1].set_result(channel)
+            await eventually(lambda: channel.is_fetching)
+            assert it.lost == []
+            await claims[1].close()
 
     run_bounded(body())
 

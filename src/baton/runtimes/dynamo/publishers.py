@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import Counter
 
 from dynamo import _core
 
@@ -93,12 +94,12 @@ class _Rank:
         self._publisher = _core.KvEventPublisher(
             endpoint, kv_block_size=block_size, dp_rank=dp_rank, enable_local_indexer=True
         )
-        self._published_blocks: set[int] = set()
+        self._stores: Counter[int] = Counter()  # how often each block was published as stored
 
     def publish(self, event: KvEvent) -> None:
         match event:
             case KvStored():
-                self._published_blocks.update(event.block_hashes)
+                self._stores.update(event.block_hashes)
                 self._publisher.publish_stored(
                     _routing_tokens(event),
                     [event.block_size] * len(event.block_hashes),
@@ -111,12 +112,13 @@ class _Rank:
                 self._remove(event.block_hashes)
             case KvCleared():
                 # The runtime's publisher has no such event.
-                self._remove(tuple(self._published_blocks))
+                self._remove(tuple(self._stores))
 
     def shut_down(self) -> None:
         self._publisher.shutdown()
 
     def _remove(self, hashes: tuple[int, ...]) -> None:
-        self._published_blocks.difference_update(hashes)
-        if hashes:
-            self._publisher.publish_removed(list(hashes))
+        """Publish the removal of each block as often as it was stored: the runtime's publisher sends only the last."""
+        stores = [(each, self._stores.pop(each, 1)) for each in hashes]
+        for number in range(max((count for _, count in stores), default=0)):
+            self._publisher.publish_removed([each for each, count in stores if count > number])
