@@ -91,10 +91,13 @@ class Requests:
         if request is None:
             return
         request.stream.fail(Cancelled("aborted"))
-        readers = self._abort_choices(request)
-        if readers:
-            # A held request ends when generation continues; until then nothing touches its memory.
-            await asyncio.wait(readers, timeout=HELD_ABORT_S if self.held else None)
+        unfinished = set(self._abort_choices(request))
+        while unfinished:
+            _, unfinished = await asyncio.wait(unfinished, timeout=HELD_ABORT_S)
+            # A held request ends when generation continues; until then nothing touches its memory. A pause can begin
+            # during the wait.
+            if self.held:
+                return
 
     def end_early(self, because: BatonError) -> int:
         """End every request with `because`; return their number."""

@@ -264,6 +264,23 @@ def test_a_request_that_is_held_is_aborted_without_waiting_for_ever() -> None:
     run_bounded(body())
 
 
+def test_an_abort_that_a_pause_overtakes_does_not_wait_for_ever() -> None:
+    async def body() -> None:
+        front, requests = make()
+        stream = requests.submit(make_work("a"))
+        await inside(front, 1)
+        front.abort_request = lambda rid="", abort_all=False: None  # type: ignore[method-assign]
+        aborting = asyncio.create_task(requests.abort(RequestId("a")))
+        await asyncio.sleep(0)
+        requests.held = True
+        await asyncio.wait_for(aborting, 5)
+        with pytest.raises(Cancelled):
+            await stream.read()
+        await requests.close(EngineDead("over"))
+
+    run_bounded(body())
+
+
 def test_an_answer_that_stops_by_our_own_eyes_is_ended_inside() -> None:
     async def body() -> None:
         front, requests = make()
