@@ -90,8 +90,28 @@ def _sampling_capabilities(options: SglangOptions, values: Mapping[str, Any], di
         "stop_regex": options.guided and not diffusion,  # SGLang decodes its tokens to match them
         # Both need the token that ends reasoning, which SGLang has from its parser, and grammars.
         "guides_after_reasoning": bool(guides and values.get("reasoning_parser")),
-        "max_thinking_tokens": bool(guides and values.get("reasoning_parser") and values.get("enable_strict_thinking")),
+        "max_thinking_tokens": guides and _applies_budgets(values),
     }
+
+
+def _applies_budgets(values: Mapping[str, Any]) -> bool:
+    """Return whether SGLang applies thinking budgets, and not only accepts them.
+
+    It does where strict thinking filters anything: tokens that the parser excludes from reasoning, or those after a
+    budget that is set for all requests.
+    """
+    if not (values.get("reasoning_parser") and values.get("enable_strict_thinking")):
+        return False
+    from sglang.srt.environ import envs
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    if envs.SGLANG_MAX_THINK_TOKENS.get() >= 0:
+        return True
+    try:
+        parser = ReasoningParser(values["reasoning_parser"], stream_reasoning=False)
+    except ValueError:  # `auto` and `response_template`, which need the model's tokenizer; the latter excludes none
+        return False
+    return bool(parser.detector.think_excluded_tokens)
 
 
 def _mode_capabilities(mode: LaunchMode, diffusion: bool) -> dict[str, Any]:
