@@ -29,9 +29,9 @@ RESERVED_TOKENS = 5  # of a request's tokens, SGLang does not give these to its 
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a started engine reports about itself."""
+    """What a started engine reports about itself. Its KV events are of blocks of `block_size` tokens."""
 
-    page_size: int
+    block_size: int
     total_tokens: int
     max_running: int
     context: int
@@ -135,7 +135,8 @@ def facts_of(engine: Engine, snapshots: list[Snapshot]) -> Facts:
     manager = engine.tokenizer_manager
     max_prompt_tokens = int(scheduler["max_req_input_len"]) - 1
     return Facts(
-        page_size=int(values["page_size"] or 1),
+        # With decode context parallelism a block of the prefix cache is a page of each rank.
+        block_size=int(values["page_size"] or 1) * int(values.get("dcp_size") or 1),
         total_tokens=int(scheduler["max_total_num_tokens"]),
         max_running=sum(getattr(s, "max_running_requests", 0) for s in snapshots)
         or int(values["max_running_requests"] or 1),
@@ -154,8 +155,8 @@ def engine_info(facts: Facts, mode: LaunchMode, arguments: Arguments, model_dir:
         model_name=name,
         model_dir=str(model_dir),
         context_length=facts.context,
-        block_size=facts.page_size,
-        total_blocks=max(1, facts.total_tokens // facts.page_size),
+        block_size=facts.block_size,
+        total_blocks=max(1, facts.total_tokens // facts.block_size),
         max_running=facts.max_running,
         max_batch_tokens=facts.values.get("max_prefill_tokens"),
         max_prompt_tokens=facts.max_prompt_tokens,
