@@ -27,7 +27,7 @@ from baton.ports.engine import EncodeWork, EngineInfo, GenerateEngine, Work
 from baton.protocol.handoff import Consume, PrefillResult, Produce
 from baton.protocol.ids import new_request_id
 from baton.protocol.media import EncodedItem, Media, MediaEmbedding, MediaFile, MediaHandles
-from baton.protocol.outputs import Finished, HandoffReady, Output, PromptCached, TokenDelta
+from baton.protocol.outputs import Finished, FinishReason, HandoffReady, Output, PromptCached, TokenDelta
 from baton.protocol.requests import OutputOptions, Sampling, StopConditions
 from baton.testing import eventually, run_bounded, running
 from tests.doubles.trtllm import World, make_library
@@ -218,6 +218,17 @@ def test_the_output_is_limited_by_the_context_after_expansion(model: Path) -> No
             with pytest.raises(ContextTooLong, match=f"{CONTEXT} tokens; the prompt with its media has 1024"):
                 await outputs_of(tested, work((IMAGE,), image(width=512, height=512)))
             assert world.prepared == 0
+
+    run_bounded(body())
+
+
+def test_each_choice_that_fills_the_context_after_expansion_ends_by_its_length(model: Path) -> None:
+    async def body() -> None:
+        async with running(tested := engine(model, World())):
+            sampling = Sampling(n=3, temperature=1.0, seed=5)
+            outputs = await outputs_of(tested, work((IMAGE,), image(), max_tokens=CONTEXT - 1, sampling=sampling))
+            ends = [output for output in outputs if isinstance(output, Finished)]
+            assert [end.reason for end in ends] == [FinishReason.LENGTH] * 3
 
     run_bounded(body())
 

@@ -29,9 +29,9 @@ RESERVED_TOKENS = 5  # of a request's tokens, SGLang does not give these to its 
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a started engine reports about itself."""
+    """What a started engine reports about itself. Its KV events are of blocks of `block_size` tokens."""
 
-    page_size: int
+    block_size: int
     total_tokens: int
     max_running: int
     context: int
@@ -90,8 +90,28 @@ def _sampling_capabilities(options: SglangOptions, values: Mapping[str, Any], di
         "stop_regex": options.guided and not diffusion,  # SGLang decodes its tokens to match them
         # Both need the token that ends reasoning, which SGLang has from its parser, and grammars.
         "guides_after_reasoning": bool(guides and values.get("reasoning_parser")),
-        "max_thinking_tokens": bool(guides and values.get("reasoning_parser") and values.get("enable_strict_thinking")),
+        "max_thinking_tokens": guides and _applies_budgets(values),
     }
+
+
+def _applies_budgets(values: Mapping[str, Any]) -> bool:
+    """Return whether SGLang applies thinking budgets, and not only accepts them.
+
+    It does where strict thinking filters anything: tokens that the parser excludes from reasoning, or those after a
+    budget that is set for all requests.
+    """
+    if not (values.get("reasoning_parser") and values.get("enable_strict_thinking")):
+        return False
+    from sglang.srt.environ import envs
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    if envs.SGLANG_MAX_THINK_TOKENS.get() >= 0:
+        return True
+    try:
+        parser = ReasoningParser(values["reasoning_parser"], stream_reasoning=False)
+    except ValueError:  # `auto` and `response_template`, which need the model's tokenizer; the latter excludes none
+        return False
+    return bool(parser.detector.think_excluded_tokens)
 
 
 def _mode_capabilities(mode: LaunchMode, diffusion: bool) -> dict[str, Any]:
@@ -115,7 +135,8 @@ def facts_of(engine: Engine, snapshots: list[Snapshot]) -> Facts:
     manager = engine.tokenizer_manager
     max_prompt_tokens = int(scheduler["max_req_input_len"]) - 1
     return Facts(
-        page_size=int(values["page_size"] or 1),
+        # With decode context parallelism a block of the prefix cache is a page of each rank.
+        block_size=int(values["page_size"] or 1) * int(values.get("dcp_size") or 1),
         total_tokens=int(scheduler["max_total_num_tokens"]),
         max_running=sum(getattr(s, "max_running_requests", 0) for s in snapshots)
         or int(values["max_running_requests"] or 1),
@@ -134,8 +155,8 @@ def engine_info(facts: Facts, mode: LaunchMode, arguments: Arguments, model_dir:
         model_name=name,
         model_dir=str(model_dir),
         context_length=facts.context,
-        block_size=facts.page_size,
-        total_blocks=max(1, facts.total_tokens // facts.page_size),
+        block_size=facts.block_size,
+        total_blocks=max(1, facts.total_tokens // facts.block_size),
         max_running=facts.max_running,
         max_batch_tokens=facts.values.get("max_prefill_tokens"),
         max_prompt_tokens=facts.max_prompt_tokens,

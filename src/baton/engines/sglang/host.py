@@ -207,7 +207,7 @@ class SglangHost:
         ranks = range(self.arguments.dp_size) if manager is not None else ()
         self._feed.set_loads(LoadSnapshot(0, 0, 0, info.total_blocks, rank) for rank in ranks)
         pids = engine.get_all_child_pids()
-        watch = Watch(reader, sockets, pids, facts.page_size, self._feed.push, self._on_failure)
+        watch = Watch(reader, sockets, pids, facts.block_size, self._feed.push, self._on_failure)
         self._cleanup.push_async_callback(watch.stop)
         return Started(info, facts, manager)
 

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 class RankEvents:
     """The events of one data-parallel rank, in order."""
 
-    def __init__(self, rank: int, page_size: int) -> None:
+    def __init__(self, rank: int, block_size: int) -> None:
         self._rank = rank
-        self._ledger = KvLedger(page_size, rank, first_number=0)
+        self._ledger = KvLedger(block_size, rank, first_number=0)
 
     def read(self, number: int, payload: bytes) -> list[KvEvent]:
         """Return the events of message `number`. A missing message and an unreadable one are gaps."""

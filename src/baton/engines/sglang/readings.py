@@ -89,13 +89,13 @@ class ReadingFeed:
             await self._changed.wait()
 
 
-def load_of(snapshot: Snapshot, page_size: int) -> LoadSnapshot:
+def load_of(snapshot: Snapshot, block_size: int) -> LoadSnapshot:
     """Return a rank's load. SGLang counts tokens; a partly used block counts as used."""
     return LoadSnapshot(
         running=snapshot.num_running_reqs,
         waiting=snapshot.num_waiting_reqs,
-        used_blocks=-(-snapshot.num_used_tokens // page_size),
-        total_blocks=snapshot.max_total_num_tokens // page_size,
+        used_blocks=-(-snapshot.num_used_tokens // block_size),
+        total_blocks=snapshot.max_total_num_tokens // block_size,
         dp_rank=snapshot.dp_rank,
     )
 
@@ -198,17 +198,17 @@ class Watch:
         reader: SnapshotReader | None,
         sockets: EventSockets,
         pids: Sequence[int],
-        page_size: int,
+        block_size: int,
         on_update: Callable[[Update], None],
         on_death: Callable[[str], None],
     ) -> None:
         self._reader = reader
         self._sockets = sockets
         self._pids = tuple(pids)
-        self._page_size = page_size
+        self._block_size = block_size
         self._on_update = on_update
         self._on_death = on_death
-        self._ranks = {rank: RankEvents(rank, page_size) for rank in sockets.sockets}
+        self._ranks = {rank: RankEvents(rank, block_size) for rank in sockets.sockets}
         self._stamps: dict[int, float] = {}
         self._frozen = FrozenProcesses()
         self._loop = asyncio.get_running_loop()
@@ -275,7 +275,7 @@ class Watch:
         snapshots = self._reader.read_all() if self._reader is not None else ()
         fresh = [snapshot for snapshot in snapshots if self._stamps.get(snapshot.dp_rank) != snapshot.timestamp]
         self._stamps.update((snapshot.dp_rank, snapshot.timestamp) for snapshot in fresh)
-        return [load_of(snapshot, self._page_size) for snapshot in fresh if snapshot.max_total_num_tokens], len(fresh)
+        return [load_of(snapshot, self._block_size) for snapshot in fresh if snapshot.max_total_num_tokens], len(fresh)
 
     def _check_processes(self) -> None:
         for pid in self._pids:

@@ -59,6 +59,7 @@ class Requests:
         self._incremental = incremental
         self._open: dict[RequestId, _Request] = {}
         self._numbers = itertools.count(1)
+        self._warned_of_priority = False
 
     @property
     def running(self) -> int:
@@ -76,6 +77,8 @@ class Requests:
             raise InvalidRequest(f"request id {work.request_id} is in use")
         if work.lora_name is not None and work.lora_name not in self._manager.lora_ref_cache:
             raise InvalidRequest(f"lora_name: {work.lora_name!r} is not loaded")
+        if work.priority and self._setting.default_priority is None:
+            self._warn_of_priority(work)
         choices = [self._fields(work, index) for index in range(work.sampling.n or 1)]
         media = media_fields(work.media)
         request = self._open[work.request_id] = _Request(work)
@@ -91,10 +94,13 @@ class Requests:
         if request is None:
             return
         request.stream.fail(Cancelled("aborted"))
-        readers = self._abort_choices(request)
-        if readers:
-            # A held request ends when generation continues; until then nothing touches its memory.
-            await asyncio.wait(readers, timeout=HELD_ABORT_S if self.held else None)
+        unfinished = set(self._abort_choices(request))
+        while unfinished:
+            _, unfinished = await asyncio.wait(unfinished, timeout=HELD_ABORT_S)
+            # A held request ends when generation continues; until then nothing touches its memory. A pause can begin
+            # during the wait.
+            if self.held:
+                return
 
     def end_early(self, because: BatonError) -> int:
         """End every request with `because`; return their number."""
@@ -117,6 +123,17 @@ class Requests:
         """End every stream with `because`; return when every reader has ended."""
         if readers := self.abandon(because):
             await asyncio.wait(readers)
+
+    def _warn_of_priority(self, work: Work) -> None:
+        """Warn once. A priority is no reason to refuse a request: a global router selects pools by it."""
+        if not self._warned_of_priority:
+            self._warned_of_priority = True
+            log.warning(
+                "%s has priority %d, and this engine does not schedule by priority; to turn that on, add"
+                " --enable-priority-scheduling to the engine's arguments",
+                work.request_id,
+                work.priority,
+            )
 
     def _fields(self, work: Work, index: int) -> dict[str, Any]:
         return request_fields(work, f"{next(self._numbers):012x}-{work.request_id}", index, self._setting)

@@ -113,13 +113,19 @@ class WeightCommands:
                 return await self._in_session(lambda: manager.update_weights_from_tensor(tensors, None))
 
     async def _in_session(self, put: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Run `put` inside one of SGLang's weight-update sessions."""
+        """Run `put` inside one of SGLang's weight-update sessions. An open session would refuse later updates."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
         begun, message = await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None)
         if not begun:
             return begun, message
-        success, message = await put()
+        try:
+            success, message = await put()
+        except EngineDead:
+            raise  # SGLang's scheduler waits for the trainer, and would not answer
+        except Exception:
+            await self._manager.end_weight_update(EndWeightUpdateReqInput(), None)
+            raise
         ended, problem = await self._manager.end_weight_update(EndWeightUpdateReqInput(), None)
         return success and ended, message if ended else problem
 

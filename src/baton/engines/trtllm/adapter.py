@@ -303,7 +303,9 @@ class TrtllmEngine:
             raise InvalidRequest(f"TensorRT-LLM rejects the request: {error}") from error
         except Exception as error:
             raise self._lifecycle.translate(error, running.llm, running.library) from error
-        return Submitted(result, ResultReader(work, stream, running.library, sent_params(args)))
+        return Submitted(
+            result, ResultReader(work, stream, running.library, running.generate_args.context, sent_params(args))
+        )
 
     async def _prepare(self, request: RunningRequest, running: _Running) -> Submitted | None:
         """Preprocess the media of `request` on a thread, and submit it. Returns None if it has been aborted."""

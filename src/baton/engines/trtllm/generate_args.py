@@ -51,7 +51,7 @@ class GenerateArgs:
         self._model = model
         self._loras = loras
         self._disaggregated = disaggregated
-        self._context = context
+        self.context = context
         self._media = media
         # Handoff ids contain the worker that produced the KV; nothing assigns workers a number, so it is random.
         self._node, self._process = secrets.randbelow(NODES), secrets.randbelow(PROCESSES)
@@ -113,10 +113,10 @@ class GenerateArgs:
 
     def _limited(self, work: Work, prompt: Sequence[int]) -> Work:
         """Return `work` with an output that fits the context after `prompt`, which can be longer than the client's."""
-        rest = self._context - len(prompt)
+        rest = self.context - len(prompt)
         if rest < 1:
             raise ContextTooLong(
-                f"multi_modal_data: this model's maximum context length is {self._context} tokens; the prompt with its"
+                f"multi_modal_data: this model's maximum context length is {self.context} tokens; the prompt with its"
                 f" media has {len(prompt)}"
             )
         return msgspec.structs.replace(work, max_tokens=min(work.max_tokens, rest))

@@ -25,14 +25,18 @@ UNKNOWN_LOGPROB = -9999.0
 
 
 class ResultReader:
-    """Pushes the results of one request to its stream. `sent` are the parameters that it was submitted with."""
+    """Pushes the results of one request to its stream.
+
+    The prompt and one choice have at most `context` tokens. `sent` are the parameters of the submitted request.
+    """
 
     def __init__(
-        self, work: Work, stream: OutputStream, library: Library, sent: DisaggregatedParams | None = None
+        self, work: Work, stream: OutputStream, library: Library, context: int, sent: DisaggregatedParams | None = None
     ) -> None:
         self._work = work
         self._stream = stream
         self._library = library
+        self._context = context
         self._sent = sent
         self._pushed: dict[int, int] = {}
         self._ended: set[int] = set()
@@ -65,7 +69,7 @@ class ResultReader:
             self._ended.add(index)
             if index == 0:
                 self._report_progress(output, prompt_tokens - cached)
-            reason, stop_reason = self._finish_reason(output)
+            reason, stop_reason = self._finish_reason(output, prompt_tokens)
             self._stream.finish(reason, index, stop_reason, cached)
 
     def _report_progress(self, output: CompletionOutput, computed_tokens: int) -> None:
@@ -87,7 +91,7 @@ class ResultReader:
             self._pushed[index] = end
             self._stream.push(list(tokens[start:end]), index, logprobs)
 
-    def _finish_reason(self, output: CompletionOutput) -> tuple[FinishReason, int | str | None]:
+    def _finish_reason(self, output: CompletionOutput, prompt_tokens: int) -> tuple[FinishReason, int | str | None]:
         match output.finish_reason:
             case "length":
                 return FinishReason.LENGTH, None
@@ -102,11 +106,13 @@ class ResultReader:
             case "not_finished" if isinstance(self._work.handoff, Produce):
                 return FinishReason.LENGTH, None  # the one token of a context-only request
             case None:
-                return self._infer_finish_reason(output)
+                return self._infer_finish_reason(output, prompt_tokens)
             case reason:
                 raise EngineFailed(f"the engine ended the request with {reason!r}")
 
-    def _infer_finish_reason(self, output: CompletionOutput) -> tuple[FinishReason, int | str | None]:
+    def _infer_finish_reason(
+        self, output: CompletionOutput, prompt_tokens: int
+    ) -> tuple[FinishReason, int | str | None]:
         """Of several choices the engine gives a reason for the last one only; the others follow from their tokens."""
         tokens, stop = output.token_ids or [], self._work.stop
         last = tokens[-1] if tokens else None
@@ -114,7 +120,7 @@ class ResultReader:
             return FinishReason.EOS, None
         if last in stop_tokens(stop):
             return FinishReason.STOP, last
-        if len(tokens) >= self._work.max_tokens:
+        if len(tokens) >= min(self._work.max_tokens, self._context - prompt_tokens):
             return FinishReason.LENGTH, None
         raise EngineFailed("the engine ended the request without a reason")
 

@@ -18,6 +18,7 @@ from baton.protocol.handoff import Bootstrap, Consume, Handoff, LocalProbe, Pref
 from baton.protocol.ids import RequestId
 from baton.protocol.media import MediaFile
 from baton.protocol.requests import GuidedDecoding, OutputOptions, Sampling, StopConditions
+from tests.unit.engines.sglang.conftest import ThinkingOptions
 
 PLAIN = Setting(dialect=Dialect(version="0.5.23"))
 DISAGGREGATED = Setting(dialect=PLAIN.dialect, needs_bootstrap=True)
@@ -178,14 +179,27 @@ def test_a_thinking_budget_marks_the_first_tokens_as_reasoning() -> None:
     assert reasons(stop=budget, sampling=guided, require_reasoning=True)
 
 
+def takes_budgets(model_dir: Path, **changes: object) -> bool:
+    (model_dir / "config.json").write_text("{}")
+    values = {"reasoning_parser": "qwen3", "enable_strict_thinking": True, "grammar_backend": "xgrammar", "dp_size": 1}
+    arguments = Arguments(given=frozenset(), values=values | changes)
+    return capabilities_of(LaunchMode(), SglangOptions(), arguments, model_dir).max_thinking_tokens
+
+
+@pytest.mark.usefixtures("thinking")
 @pytest.mark.parametrize("missing", ["", "reasoning_parser", "enable_strict_thinking", "grammar_backend"])
 def test_a_thinking_budget_needs_every_argument_that_sglang_needs_for_it(missing: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    values = {"reasoning_parser": "qwen3", "enable_strict_thinking": True, "grammar_backend": "xgrammar"}
-    values |= {"dp_size": 1, missing: "none" if missing == "grammar_backend" else None}
-    arguments = Arguments(given=frozenset(), values=values)
-    can = capabilities_of(LaunchMode(), SglangOptions(), arguments, tmp_path)
-    assert can.max_thinking_tokens is (not missing)
+    changes = {missing: "none" if missing == "grammar_backend" else None} if missing else {}
+    assert takes_budgets(tmp_path, **changes) is (not missing)
+
+
+@pytest.mark.parametrize("parser", ["deepseek-r1", "response_template", "auto"])
+def test_a_thinking_budget_needs_a_parser_that_excludes_tokens_or_a_budget_for_all(
+    parser: str, thinking: ThinkingOptions, tmp_path: Path
+) -> None:
+    assert not takes_budgets(tmp_path, reasoning_parser=parser)
+    thinking.max_think_tokens = 0
+    assert takes_budgets(tmp_path, reasoning_parser=parser)
 
 
 @pytest.mark.parametrize(

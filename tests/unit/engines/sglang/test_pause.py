@@ -1,9 +1,8 @@
 """Pauses and releases of SGLang, with a scheduler that steps only while it is not paused, and dies as SGLang's does."""
 
 import asyncio
-import sys
 from collections.abc import AsyncGenerator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,20 +19,9 @@ from baton.protocol.ids import RequestId
 from baton.testing.bounded import eventually, run_bounded
 from baton.testing.engine_session import read_to_the_end
 
+pytestmark = pytest.mark.usefixtures("io_struct")
+
 ABORT = {"type": "abort", "message": "Aborted", "status_code": None}
-NAMES = ("PauseGeneration", "ContinueGeneration", "ReleaseMemoryOccupation", "ResumeMemoryOccupation")
-
-
-@pytest.fixture(autouse=True)
-def _io_struct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names that the commands take from SGLang."""
-    path = "sglang.srt.managers.io_struct"
-    for end in [at for at, letter in enumerate(path) if letter == "."]:
-        monkeypatch.setitem(sys.modules, path[:end], ModuleType(path[:end]))
-    module = ModuleType(path)
-    for name in NAMES:
-        setattr(module, f"{name}ReqInput", lambda **fields: SimpleNamespace(**fields))
-    monkeypatch.setitem(sys.modules, path, module)
 
 
 class Scheduler:

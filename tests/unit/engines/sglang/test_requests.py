@@ -79,9 +79,9 @@ def make_work(name: str, **changes: Any) -> Work:
     return Work(**({"request_id": RequestId(name), "token_ids": (1, 2), "max_tokens": 9} | changes))
 
 
-def make() -> tuple[FrontHalf, Requests]:
+def make(default_priority: int | None = None) -> tuple[FrontHalf, Requests]:
     front = FrontHalf()
-    setting = Setting(dialect=Dialect(version="0.5.23"))
+    setting = Setting(dialect=Dialect(version="0.5.23"), default_priority=default_priority)
     return front, Requests(front, lambda **fields: SimpleNamespace(**fields), setting)  # type: ignore[arg-type]
 
 
@@ -264,6 +264,23 @@ def test_a_request_that_is_held_is_aborted_without_waiting_for_ever() -> None:
     run_bounded(body())
 
 
+def test_an_abort_that_a_pause_overtakes_does_not_wait_for_ever() -> None:
+    async def body() -> None:
+        front, requests = make()
+        stream = requests.submit(make_work("a"))
+        await inside(front, 1)
+        front.abort_request = lambda rid="", abort_all=False: None  # type: ignore[method-assign]
+        aborting = asyncio.create_task(requests.abort(RequestId("a")))
+        await asyncio.sleep(0)
+        requests.held = True
+        await asyncio.wait_for(aborting, 5)
+        with pytest.raises(Cancelled):
+            await stream.read()
+        await requests.close(EngineDead("over"))
+
+    run_bounded(body())
+
+
 def test_an_answer_that_stops_by_our_own_eyes_is_ended_inside() -> None:
     async def body() -> None:
         front, requests = make()
@@ -290,6 +307,23 @@ def test_every_stream_fails_once_when_the_engine_dies() -> None:
         for stream in streams:
             with pytest.raises(EngineDead, match="first"):
                 await stream.read()
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize(("default", "warnings"), [(None, 1), (0, 0)])
+def test_a_priority_that_sglang_does_not_schedule_by_is_logged_once(
+    default: int | None, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        _, requests = make(default)
+        requests.submit(make_work("a"))
+        assert not caplog.records
+        for name in ("b", "c"):
+            requests.submit(make_work(name, priority=3))
+        await requests.close(EngineDead("over"))
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * warnings
+        assert all("--enable-priority-scheduling" in record.getMessage() for record in caplog.records)
 
     run_bounded(body())
 

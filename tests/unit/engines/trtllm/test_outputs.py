@@ -50,7 +50,7 @@ class Case:
         self.work = Work(**(fields | changes))
         self.result: Any = Result(choices)
         self.stream = OutputStream(self.work.sampling.n or 1)
-        self.reader = ResultReader(self.work, self.stream, LIBRARY)
+        self.reader = ResultReader(self.work, self.stream, LIBRARY, context=2048)
 
     @property
     def output(self) -> Any:
