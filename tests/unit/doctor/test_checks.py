@@ -115,6 +115,7 @@ def test_a_torch_without_cuda_is_a_problem_only_where_the_gpu_is_needed(engine: 
     assert [each.level for each in findings] == ["ok", level]
 
 
+@pytest.mark.process  # the compiler among others
 def test_a_check_that_fails_leaves_the_findings_of_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     findings = run_checks(Settings(engine="echo", log_dir=str(tmp_path / ("too-long" * 40))))

@@ -10,6 +10,8 @@ from baton.errors import ConfigError
 from baton.runtimes.dynamo.environment import environment
 from tests.certificates import Authority
 
+CERTIFICATES = pytest.mark.process  # openssl makes them
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -18,6 +20,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {f"tls_{name}": str(path) for name, path in issued._asdict().items()}
 
 
+@CERTIFICATES
 def test_the_request_plane_verifies_both_ends(files: dict[str, str]) -> None:
     values = environment(RuntimeOptions(**files))
     for name in ("DYN_TCP_TLS_CERT_PATH", "DYN_TCP_TLS_CLIENT_CERT_PATH"):
@@ -31,6 +34,7 @@ def test_without_files_nothing_is_said_about_tls() -> None:
     assert not [name for name in environment(RuntimeOptions()) if "TLS" in name or "AUTH" in name]
 
 
+@CERTIFICATES
 def test_etcd_and_nats_get_certificates_where_their_addresses_ask_for_them(files: dict[str, str]) -> None:
     options = {"discovery": "etcd", "events": "nats", "bind": "127.0.0.1"}
     plain = environment(RuntimeOptions(**files, **options))
@@ -40,11 +44,13 @@ def test_etcd_and_nats_get_certificates_where_their_addresses_ask_for_them(files
     assert values["NATS_TLS_CLIENT_KEY_PATH"] == files["tls_key"]
 
 
+@CERTIFICATES
 def test_an_inherited_variable_does_not_switch_verification_off(files: dict[str, str]) -> None:
     values = environment(RuntimeOptions(**files, nats="tls://127.0.0.1:4222"))
     assert values["DYN_TCP_TLS_INSECURE"] == values["NATS_TLS_INSECURE"] == "false"
 
 
+@CERTIFICATES
 def test_files_that_cannot_be_used_are_refused_at_the_start(files: dict[str, str], tmp_path: Path) -> None:
     """A frontend has no KV port, and the runtime reads the files at its first connection."""
     (tmp_path / "key").write_text("no PEM")
@@ -53,6 +59,7 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(files: dict[str, str
             environment(RuntimeOptions(**{**files, "tls_key": str(key)}))
 
 
+@CERTIFICATES
 def test_one_member_of_etcd_in_plain_text_is_named(files: dict[str, str]) -> None:
     options = RuntimeOptions(
         **files, discovery="etcd", events="nats", nats="tls://n:1", bind="127.0.0.1", etcd="https://a:1, http://b:1"
@@ -62,11 +69,13 @@ def test_one_member_of_etcd_in_plain_text_is_named(files: dict[str, str]) -> Non
     assert "ETCD_AUTH_CA" in environment(options)
 
 
+@CERTIFICATES
 def test_a_certificate_without_an_authority_is_refused(files: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="--runtime-tls-ca"):
         environment(RuntimeOptions(**{**files, "tls_ca": ""}))
 
 
+@CERTIFICATES
 def test_planes_in_plain_text_are_named(files: dict[str, str]) -> None:
     assert plain_text_planes(RuntimeOptions(discovery="etcd")) == []  # no TLS: nothing is expected
     assert plain_text_planes(RuntimeOptions(**files)) == []  # nothing leaves the host
