@@ -4,7 +4,7 @@ from baton.edge.messages import Headers, Request
 from baton.protocol.lifecycle import State
 from baton.timelines.ring import TimelineRing
 from baton.timelines.timeline import UNRECORDED, Failure, FinalCounts, Recorder
-from baton.timelines.trace_context import TRACEPARENT, parse_traceparent
+from baton.timelines.trace_context import TRACEPARENT, continue_trace, parse_traceparent
 
 CLIENT_LEFT = 499
 MAX_TRACESTATE_BYTES = 512
@@ -30,7 +30,7 @@ def start_timeline(timelines: TimelineRing, request: Request) -> Recorder:
     if not timelines.is_on:
         return UNRECORDED
     given = request.header(_TRACEPARENT)
-    trace = request.trace = timelines.trace_of(None if given is None else given.decode("latin-1"))
+    trace = request.trace = continue_trace(None if given is None else given.decode("latin-1"), timelines.samples)
     return timelines.start(request.request_id, "", trace, request.request_id, _NOT_COUNTED)
 
 
@@ -38,7 +38,7 @@ def trace_headers(request: Request) -> Headers:
     """Return the headers that continue the trace of a request in the frontend and in workers."""
     trace = request.trace
     if trace is not None:
-        value, is_continued = trace.traceparent.encode(), trace.parent_span_id is not None
+        value, is_continued = trace.traceparent.encode(), trace.given is not None
     else:
         given = request.header(_TRACEPARENT)
         if given is None or parse_traceparent(given.decode("latin-1")) is None:

@@ -18,7 +18,7 @@ from baton.request.gate import Gate
 from baton.request.log_ids import CURRENT, LogIds
 from baton.timelines.ring import TimelineRing
 from baton.timelines.timeline import UNRECORDED, Failure, Recorder
-from baton.timelines.trace_context import TRACEPARENT, parse_traceparent
+from baton.timelines.trace_context import TRACEPARENT, continue_trace, parse_traceparent
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class TrackedRequest:
         self.timeline: Recorder = UNRECORDED
         self._trace_id: str | None = None
         if ring.is_on:
-            trace = ring.trace_of(headers.get(TRACEPARENT))
+            trace = continue_trace(headers.get(TRACEPARENT), ring.samples)
             self._trace_id = trace.trace_id
             self.trace_headers = {**headers, TRACEPARENT: trace.traceparent}
             self.timeline = ring.start(self.request_id, model, trace, headers.get("x-request-id"), self)

@@ -16,7 +16,7 @@ from baton.timelines.timeline import (
     Timeline,
     TokenCounts,
 )
-from baton.timelines.trace_context import TraceContext, continue_trace
+from baton.timelines.trace_context import TraceContext
 
 MAX_BYTES = 32 << 20
 MAX_ERRORS = 20
@@ -26,8 +26,8 @@ MAX_PAGE = 1000
 class TimelineRing:
     """Holds `max_requests` finished timelines; with 0, it records nothing but errors. Event-loop thread only.
 
-    `on_finish` is called with each finished timeline, for exporters; `samples` says whether they export a new trace.
-    `is_on` says whether requests are recorded.
+    `on_finish` is called with each finished timeline, for exporters; `samples` says whether they export a new trace,
+    which they do without it. `is_on` says whether requests are recorded.
     """
 
     def __init__(self, max_requests: int, role: str = "", max_bytes: int = MAX_BYTES) -> None:
@@ -53,10 +53,6 @@ class TimelineRing:
     def last_errors(self) -> list[ErrorReport]:
         """The errors of the last requests that failed, the oldest first."""
         return list(self._errors)
-
-    def trace_of(self, traceparent: str | None) -> TraceContext:
-        """Return a span of this process in the trace of that header, or in a new one."""
-        return continue_trace(traceparent, self.samples)
 
     def start(
         self, request_id: str, model: str, trace: TraceContext, client_id: str | None, counts: TokenCounts
