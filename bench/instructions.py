@@ -1,7 +1,8 @@
 """Instructions that a frontend and a worker execute for a request, counted by valgrind.
 
-CPU time differs by several percent from one start of the same program to the next; the number of instructions does not,
-and other load on the machine hardly changes it. One of the two processes runs under callgrind at a time.
+CPU time differs by several percent from one start of the same program to the next, instructions by a few percent less:
+idle threads that wake up, and caches that depend on addresses. So that what is compared is counted in one start. One of
+the two processes runs under callgrind at a time.
 """
 
 import http.client
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,8 +28,10 @@ REQUEST_TIMEOUT_S = 120.0
 WARM_REQUESTS = 30
 
 
-def count_instructions(process: str, variables: Mapping[str, str], requests: int, tokens: int) -> float:
-    """Return how many instructions `process` executes for a request of `tokens` tokens, as the mean of `requests`.
+@contextmanager
+def counted_process(process: str, variables: Mapping[str, str], tokens: int) -> Iterator[Callable[[int], float]]:
+    """Return a block with a function that sends a number of requests for `tokens` tokens, and returns how many
+    instructions `process` executes for each of them.
 
     `variables` are settings of both processes. Raises SystemFailed.
     """
@@ -39,10 +42,15 @@ def count_instructions(process: str, variables: Mapping[str, str], requests: int
         with _running(process, variables, directory) as (counted, port):
             connection = _connect(port, tokens, directory)
             _ask(connection, tokens, WARM_REQUESTS)
-            _command(counted, "zero")
-            _ask(connection, tokens, requests)
-            _command(counted, "dump")
-            return _total(directory) / requests
+
+            def count(requests: int) -> float:
+                _command(counted, "zero")
+                _ask(connection, tokens, requests)
+                _command(counted, "dump")
+                return _take_total(directory) / requests
+
+            count(1)  # the first count has much of what came before it
+            yield count
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -101,10 +109,11 @@ def _command(process: psutil.Popen, command: str) -> None:
     subprocess.run(["vgdb", f"--pid={process.pid}", command], check=True, capture_output=True, timeout=60)
 
 
-def _total(directory: Path) -> int:
-    """Return the total of the counts that callgrind has written."""
+def _take_total(directory: Path) -> int:
+    """Return the total of the counts that callgrind has written, and remove them."""
     [counts] = directory.glob("counts.*")
     found = re.search(r"^totals: (\d+)", counts.read_text(errors="replace"), re.MULTILINE)
+    counts.unlink()
     if found is None:
         raise SystemFailed(f"{counts} has no total")
     return int(found[1])

@@ -3,22 +3,23 @@
 CPU time per token differs by some percent from one start of a process to the next, more than recording costs. So one
 system runs, and recording is switched in its processes between short loads: on, off, off, on. The two loads without
 recording, compared with each other, show the noise. Both figures are medians over many such turns and several starts.
-With `--instructions` it counts instructions instead. Speed is reported, never asserted.
+With `--instructions` it counts instructions in such turns instead. Speed is reported, never asserted.
 """
 
 import argparse
 import datetime
+import os
 import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from bench.instructions import PROCESSES, count_instructions
+from bench.instructions import PROCESSES, counted_process
 from bench.load import LoadSpec
 from bench.path import FLAT_OUT_MS, PACED_MS, Plan, load_spec, measure
 from bench.systems import LAUNCHES, Launch, RunningSystem, Setup, Site, SystemFailed, running
@@ -72,9 +73,15 @@ class Switch:
         self._path = path
         path.write_bytes(b"\1")
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of a process that the switch affects."""
+        path = os.pathsep.join([str(SWITCHED), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {"RECORDING_SWITCH": str(self._path), "PYTHONPATH": path}
+
     def launches(self, name: str) -> Callable[[Setup, Site], list[Launch]]:
         """Return how the system `name` of `bench.path` is started so that the switch affects it."""
-        variables = {"RECORDING_SWITCH": str(self._path), "PYTHONPATH": str(SWITCHED)}
+        variables = self.variables
         return lambda setup, site: [Launch(each.argv, each.env | variables) for each in LAUNCHES[name](setup, site)]
 
     def set(self, on: bool) -> None:
@@ -126,7 +133,7 @@ def _turn(system: RunningSystem, switch: Switch, spec: LoadSpec, load: str) -> T
 
 
 class Count(msgspec.Struct, kw_only=True, frozen=True):
-    """Instructions per request of both processes, by process, with the ring on and off, in one round."""
+    """Instructions per request by process, with recording on and off, in one turn of each process."""
 
     load: str
     on: dict[str, float]
@@ -145,30 +152,48 @@ COUNTED_LOADS = {
 }
 
 
-def count(rounds: int, requests: int) -> list[Count]:
-    """Count the instructions of each load in `rounds` rounds."""
+def count(starts: int, turns: int, requests: int) -> list[Count]:
+    """Count the instructions of each load in `turns` turns on each of `starts` systems."""
     counts = []
-    for number in range(rounds):
+    for _ in range(starts):
         for name, (tokens, variables) in COUNTED_LOADS.items():
-            found: dict[str, dict[str, float]] = {}
-            for ring in ("1000", "0") if number % 2 else ("0", "1000"):
-                both = variables | {"BATON_ECHO_PACE_MS": "0", "BATON_TIMELINE_REQUESTS": ring}
-                found[ring] = {each: count_instructions(each, both, requests, tokens) for each in PROCESSES}
-            counts.append(Count(load=name, on=found["1000"], off=found["0"]))
-            print(f"{name:32} {counts[-1].ratio:.4f}", file=sys.stderr, flush=True)
+            found = {each: _count_turns(each, variables, tokens, turns, requests) for each in PROCESSES}
+            for number in range(turns):
+                on, off = ({each: found[each][number][side] for each in PROCESSES} for side in (True, False))
+                counts.append(Count(load=name, on=on, off=off))
+                print(f"{name:32} {counts[-1].ratio:.4f}", file=sys.stderr, flush=True)
     return counts
 
 
+def _count_turns(
+    process: str, variables: Mapping[str, str], tokens: int, turns: int, requests: int
+) -> list[dict[bool, float]]:
+    """Return the instructions of a process per request, with recording on and off, in each turn."""
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        switch = Switch(Path(folder) / "recording")
+        with counted_process(process, {**variables, "BATON_ECHO_PACE_MS": "0", **switch.variables}, tokens) as counted:
+            return [_count_turn(switch, counted, requests) for _ in range(turns)]
+
+
+def _count_turn(switch: Switch, counted: Callable[[int], float], requests: int) -> dict[bool, float]:
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for on in (True, False, False, True):
+        switch.set(on)
+        found[on].append(counted(requests))
+    return {on: statistics.mean(each) for on, each in found.items()}
+
+
 def counts_to_markdown(counts: Sequence[Count], requests: int) -> str:
-    """Return a table with the medians over the rounds, and the range of the ratios."""
+    """Return a table with the medians over the turns, and the range of the ratios."""
     lines = [
         "# Cost of timelines, in instructions",
         "",
         f"`python -m bench.timelines --instructions`, {datetime.date.today()},"
-        f" {platform.processor() or platform.machine()}, echo engine, one stream, {requests} requests. Thousands of"
-        " instructions per request, counted by valgrind. A ratio above 1 means that recording costs more.",
+        f" {platform.processor() or platform.machine()}, echo engine, one stream, {requests} requests at a time."
+        " Thousands of instructions per request, counted by valgrind in processes in which recording is switched: on,"
+        " off, off, on. A ratio above 1 means that recording costs more.",
         "",
-        "| request | frontend on | off | worker on | off | ratio (range) | rounds |",
+        "| request | frontend on | off | worker on | off | ratio (range) | turns |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(each.load for each in counts):
@@ -247,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.instructions:
-        counts = count(options.rounds, REQUESTS)
+        counts = count(options.rounds, options.turns, REQUESTS)
         _write(options.out / "timelines-instructions", counts, counts_to_markdown(counts, REQUESTS))
     else:
         turns = run(options.loads, options.rounds, options.turns, options.tokens)

@@ -14,7 +14,8 @@ def install(path: str) -> None:
     """Let the file decide, for every ring of this process."""
     with open(path, "rb") as file:
         state = mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ)
-    TimelineRing.is_on = property(lambda ring: state[0] != 0)  # type: ignore[assignment, method-assign]
+    is_on = property(lambda ring: state[0] != 0, lambda ring, value: None)  # a ring that is made sets it
+    TimelineRing.is_on = is_on  # type: ignore[assignment]
 
 
 if "RECORDING_SWITCH" in os.environ:

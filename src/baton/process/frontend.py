@@ -25,7 +25,7 @@ from baton.metrics.process import process_registry
 from baton.process.location_service import http_url, reachable_host, serve_location
 from baton.process.metrics_targets import deployment_targets
 from baton.process.process_reports import ProcessReports, ProcessStatus, own_name
-from baton.process.service_process import unless_stopped
+from baton.process.service_process import collect_less, unless_stopped
 from baton.process.signals import stop_on_signals
 from baton.runtimes.dynamo.frontend import HOST, DynamoFrontend
 from baton.runtimes.dynamo.listener import refuse_unusable_address
@@ -75,6 +75,7 @@ async def _main(settings: Settings) -> int:
         await serve_location(frontend.serve, settings, "frontend", url)
         with _entry(edge, settings), nullcontext() if given else _published(edge, token):
             _report(settings, edge.port)
+            collect_less()
             if await unless_stopped(stop, frontend.wait()) and not stop.is_set():
                 raise EngineDead("the frontend has ended by itself")
     except BatonError as error:

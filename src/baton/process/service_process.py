@@ -77,8 +77,7 @@ async def run_service(
 
     def on_ready() -> None:
         log.info("health and metrics on %s", server.url)
-        gc.freeze()  # what has been loaded stays; the collector need not scan it again
-        gc.set_threshold(GC_THRESHOLD)
+        collect_less()
         notify(f"READY=1\nSTATUS=health on {server.url}")
 
     try:
@@ -107,6 +106,12 @@ def _published(server: SystemServer, token: str) -> AbstractContextManager[None]
     except ConfigError as error:
         log.warning("commands are refused, because a generated token needs a file: %s", error.message)
         return nullcontext()
+
+
+def collect_less() -> None:
+    """Adapt the garbage collector to a process that has started."""
+    gc.freeze()  # what has been loaded stays; the collector need not scan it again
+    gc.set_threshold(GC_THRESHOLD)
 
 
 class ServiceProcess:

@@ -18,7 +18,7 @@ from baton.request.gate import Gate
 from baton.request.log_ids import CURRENT, LogIds
 from baton.timelines.ring import TimelineRing
 from baton.timelines.timeline import UNRECORDED, Failure, Recorder
-from baton.timelines.trace_context import TRACEPARENT, parse_traceparent
+from baton.timelines.trace_context import TRACEPARENT, continue_trace, parse_traceparent
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class TrackedRequest:
         self.timeline: Recorder = UNRECORDED
         self._trace_id: str | None = None
         if ring.is_on:
-            trace = ring.trace_of(headers)
+            trace = continue_trace(headers.get(TRACEPARENT), ring.samples)
             self._trace_id = trace.trace_id
             self.trace_headers = {**headers, TRACEPARENT: trace.traceparent}
             self.timeline = ring.start(self.request_id, model, trace, headers.get("x-request-id"), self)
@@ -195,7 +195,7 @@ class RequestTracker:
             failure = Failure(_error_code(error) or "", message)
             if state is not State.CANCELLED and not isinstance(error, InvalidRequest):
                 self._timelines.note_error(tracked.request_id, failure)
-        tracked.timeline.finish(state.value, failure)
+        tracked.timeline.finish(str(state), failure)  # `value` of an enum is slow to look up
 
     def _arm(self, tracked: TrackedRequest, context: Context) -> None:
         request_timeout_s = self.limits.request_timeout_s

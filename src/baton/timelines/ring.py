@@ -1,13 +1,22 @@
 """The timelines of one process: those of requests that run, and the last finished ones, bounded in number and bytes."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import islice
-from time import time_ns
+from time import perf_counter_ns, time_ns
 
 from baton.timelines.reports import ErrorReport, ProcessReport, TimelinesReply, report_timeline
-from baton.timelines.timeline import MAX_MESSAGE_CHARS, UNRECORDED, Failure, Recorder, Timeline, TokenCounts
-from baton.timelines.trace_context import TraceContext, continue_trace
+from baton.timelines.timeline import (
+    MAX_MESSAGE_CHARS,
+    MAX_NAME_CHARS,
+    NO_TIMES,
+    UNRECORDED,
+    Failure,
+    Recorder,
+    Timeline,
+    TokenCounts,
+)
+from baton.timelines.trace_context import TraceContext
 
 MAX_BYTES = 32 << 20
 MAX_ERRORS = 20
@@ -17,25 +26,23 @@ MAX_PAGE = 1000
 class TimelineRing:
     """Holds `max_requests` finished timelines; with 0, it records nothing but errors. Event-loop thread only.
 
-    `on_finish` is called with each finished timeline, for exporters; `samples` says whether they export a new trace.
+    `on_finish` is called with each finished timeline, for exporters; `samples` says whether they export a new trace,
+    which they do without it. `is_on` says whether requests are recorded.
     """
 
     def __init__(self, max_requests: int, role: str = "", max_bytes: int = MAX_BYTES) -> None:
         self._role = role
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._running: dict[int, Timeline] = {}
+        self._running: dict[Timeline, None] = {}
         self._finished: deque[Timeline] = deque()
         self._bytes = 0
         self._sequence = 0
         self._errors: deque[ErrorReport] = deque(maxlen=MAX_ERRORS)
         self.on_finish: Callable[[Timeline], None] | None = None
-        self.samples: Callable[[str], bool] = _always
-
-    @property
-    def is_on(self) -> bool:
-        """Whether requests are recorded."""
-        return self._max_requests > 0
+        self.samples: Callable[[str], bool] | None = None
+        self.is_on = max_requests > 0
+        self._on_end = self._end  # a method is looked up once
 
     @property
     def running(self) -> int:
@@ -47,18 +54,27 @@ class TimelineRing:
         """The errors of the last requests that failed, the oldest first."""
         return list(self._errors)
 
-    def trace_of(self, headers: Mapping[str, str]) -> TraceContext:
-        """Return a span of this process in the trace of `headers`, or in a new one."""
-        return continue_trace(headers, self.samples)
-
     def start(
         self, request_id: str, model: str, trace: TraceContext, client_id: str | None, counts: TokenCounts
     ) -> Recorder:
         """Return the recorder of a request that has arrived now. `counts` are read whenever somebody asks."""
-        if not self._max_requests:
+        if not self.is_on:
             return UNRECORDED
-        timeline = Timeline(request_id, self._role, model, trace, client_id, counts, self._finish)
-        self._running[id(timeline)] = timeline
+        times = NO_TIMES[:]
+        timeline = Timeline(
+            request_id,
+            self._role,
+            model[:MAX_NAME_CHARS],
+            trace,
+            client_id if client_id is None else client_id[:MAX_NAME_CHARS],
+            counts,
+            self._on_end,
+            perf_counter_ns(),
+            time_ns(),
+            times,
+            times.append,
+        )
+        self._running[timeline] = None
         return timeline
 
     def note_error(self, request_id: str, failure: Failure) -> None:
@@ -78,7 +94,7 @@ class TimelineRing:
         oldest = self._finished[0].sequence if self._finished else self._sequence + 1
         skipped = max(0, after + 1 - oldest)
         finished = list(islice(self._finished, skipped, skipped + limit))
-        running = islice(self._running.values(), limit)
+        running = islice(self._running, limit)
         return TimelinesReply(
             process=process,
             now_unix_us=time_ns() // 1000,
@@ -87,8 +103,8 @@ class TimelineRing:
             timelines=[report_timeline(each) for each in (*finished, *running)],
         )
 
-    def _finish(self, timeline: Timeline) -> None:
-        del self._running[id(timeline)]
+    def _end(self, timeline: Timeline) -> None:
+        del self._running[timeline]
         self._sequence += 1
         timeline.sequence = self._sequence
         self._finished.append(timeline)
@@ -97,7 +113,3 @@ class TimelineRing:
             self._bytes -= self._finished.popleft().size_bytes
         if self.on_finish is not None:
             self.on_finish(timeline)
-
-
-def _always(trace_id: str) -> bool:
-    return True

@@ -6,27 +6,31 @@ A process that keeps no timelines has `UNRECORDED` in their place. Called in the
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from time import perf_counter_ns, time_ns
+from time import perf_counter_ns
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from baton.protocol.outputs import PromptProgress
 from baton.timelines.phases import Phase
 from baton.timelines.trace_context import TraceContext
 
 MAX_EVENTS = 256
+_MAX_MARKS = MAX_EVENTS - 1  # `received` is an event too
 MAX_GAPS = 512
 MAX_MESSAGE_CHARS = 300
 MAX_NAME_CHARS = 200
 
 # A copy is made faster than a new one, and to "l" ints are appended faster than to "Q".
-_NO_TIMES = array("l")
+NO_TIMES = array("l")
 _TIMELINE_BYTES = 700
 _EVENT_BYTES = 160
-_TIME_BYTES = _NO_TIMES.itemsize
+_TIME_BYTES = NO_TIMES.itemsize
 
 Detail = Mapping[str, object]
 Event = tuple[int, Phase, Detail | None]
 """Nanoseconds since the start, the phase, and a few numbers or names that belong to it."""
+_RECEIVED: Event = (0, "received", None)
 
 
 class TokenCounts(Protocol):
@@ -45,7 +49,7 @@ class TokenCounts(Protocol):
         """Tokens that were generated."""
 
 
-class FinalCounts(NamedTuple):
+class FinalCounts(msgspec.Struct, frozen=True, gc=False):
     """The tokens of a request that has ended, or that this process does not count."""
 
     prompt_tokens: int = 0
@@ -102,72 +106,50 @@ class Unrecorded:
 
 
 UNRECORDED = Unrecorded()
+_ignore_output = UNRECORDED.output
 
 
-class Timeline:
-    """A Recorder with the request's ids, at most `MAX_EVENTS` events and, once it has ended, `MAX_GAPS` gaps."""
+class Timeline(msgspec.Struct, gc=False, eq=False):
+    """A Recorder with the request's ids, at most `MAX_EVENTS` events and, once it has ended, `MAX_GAPS` gaps.
 
-    __slots__ = (
-        "_events",
-        "_on_finish",
-        "_output_times_ns",
-        "_outputs_per_gap",
-        "_progress",
-        "_started_ns",
-        "client_id",
-        "counts",
-        "duration_ns",
-        "failure",
-        "model",
-        "output",
-        "request_id",
-        "role",
-        "sequence",
-        "size_bytes",
-        "started_unix_ns",
-        "state",
-        "trace",
-    )
+    A request that runs has a cycle with its `counts`; the end, which always comes, breaks it.
+    """
 
-    def __init__(
-        self,
-        request_id: str,
-        role: str,
-        model: str,
-        trace: TraceContext,
-        client_id: str | None,
-        counts: TokenCounts,
-        on_finish: Callable[["Timeline"], None],
-    ) -> None:
-        self._on_finish = on_finish
-        self._started_ns = perf_counter_ns()
-        self._output_times_ns = _NO_TIMES[:]
-        self.output: Callable[[int], None] = self._output_times_ns.append  # no Python is run for each token
-        self._outputs_per_gap = 0  # known at the end
-        self._progress: Sequence[PromptProgress] = ()
-        self.started_unix_ns = time_ns()
-        self.request_id = request_id
-        self.role = role
-        self.model = model[:MAX_NAME_CHARS]
-        self.trace = trace
-        self.client_id = client_id if client_id is None else client_id[:MAX_NAME_CHARS]
-        self.sequence = 0
-        self.state: str | None = None
-        self.failure: Failure | None = None
-        self.counts = counts
-        self.duration_ns = 0
-        self.size_bytes = 0  # about; known at the end
-        self._events: list[Event] = [(0, "received", None)]
+    request_id: str
+    role: str
+    model: str
+    trace: TraceContext
+    client_id: str | None
+    counts: TokenCounts
+    _on_end: "Callable[[Timeline], None]"
+    _started_ns: int
+    started_unix_ns: int
+    _output_times_ns: "array[int]"
+    output: Callable[[int], None]
+    """See `Recorder.output`. It is `append` of the times, so that no Python is run for each token."""
+    _marks: list[Event] = []
+    """The events but `received` and `finished`, at times of `perf_counter_ns`."""
+    _progress: Sequence[PromptProgress] = ()
+    _merged: int = 0
+    """`outputs_per_gap`, once the times were merged."""
+    sequence: int = 0
+    state: str | None = None
+    failure: Failure | None = None
+    duration_ns: int = 0
+    size_bytes: int = 0
+    """About; known at the end."""
 
     @property
     def events(self) -> list[Event]:
         """The events so far, in the order of their times, those of the engine included."""
-        return sorted([*self._events, *map(self._event_of, self._progress)], key=_time_of)
+        marks = [(at_ns - self._started_ns, phase, detail) for at_ns, phase, detail in self._marks]
+        ends: list[Event] = [] if self.state is None else [(self.duration_ns, "finished", None)]
+        return sorted([_RECEIVED, *marks, *ends, *map(self._event_of, self._progress)], key=_time_of)
 
     @property
     def outputs_per_gap(self) -> int:
         """How many outputs there are between two recorded times."""
-        return self._outputs_per_gap or _outputs_per_gap(len(self._output_times_ns))
+        return self._merged or _outputs_per_gap(len(self._output_times_ns))
 
     @property
     def gaps_us(self) -> list[int]:
@@ -185,8 +167,8 @@ class Timeline:
 
     def mark(self, phase: Phase, detail: Detail | None = None) -> None:
         """See `Recorder.mark`. What happens after the end, as KV that arrives for a cancelled request, is ignored."""
-        if self.state is None and len(self._events) < MAX_EVENTS:
-            self._events.append((perf_counter_ns() - self._started_ns, phase, detail))
+        if self.state is None and len(self._marks) < _MAX_MARKS:
+            self._marks.append((perf_counter_ns(), phase, detail))
 
     def follow(self, progress: Sequence[PromptProgress]) -> None:
         """See `Recorder.follow`."""
@@ -194,7 +176,7 @@ class Timeline:
 
     def _recorded_times(self) -> "array[int]":
         times = self._output_times_ns
-        return times if self._outputs_per_gap else times[:: _outputs_per_gap(len(times))]
+        return times if self._merged else times[:: _outputs_per_gap(len(times))]
 
     def _event_of(self, progress: PromptProgress) -> Event:
         detail = {"tokens": progress.tokens} if progress.tokens else None
@@ -204,20 +186,23 @@ class Timeline:
         """See `Recorder.finish`."""
         self.duration_ns = perf_counter_ns() - self._started_ns
         self.state = state
+        self.output = _ignore_output
         if failure is not None:
             self.failure = Failure(failure.code, failure.message[:MAX_MESSAGE_CHARS])
-        progress = self._progress = tuple(self._progress)
-        self.output = UNRECORDED.output
-        times = self._output_times_ns
-        per_gap = self._outputs_per_gap = _outputs_per_gap(len(times))
-        if per_gap > 1:
-            times = self._output_times_ns = times[::per_gap]
-        counts, events = self.counts, self._events
+        counts = self.counts
         if type(counts) is not FinalCounts:
             self.counts = FinalCounts(counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens)
-        events.append((self.duration_ns, "finished", None))
-        self.size_bytes = _TIMELINE_BYTES + _EVENT_BYTES * (len(events) + len(progress)) + _TIME_BYTES * len(times)
-        self._on_finish(self)
+        events = len(self._marks)
+        if self._progress:
+            self._progress = tuple(self._progress)
+            events += len(self._progress)
+        times = len(self._output_times_ns)
+        if times > MAX_GAPS:
+            self._merged = _outputs_per_gap(times)
+            self._output_times_ns = self._output_times_ns[:: self._merged]
+            times = len(self._output_times_ns)
+        self.size_bytes = _TIMELINE_BYTES + _EVENT_BYTES * events + _TIME_BYTES * times
+        self._on_end(self)
 
 
 def _outputs_per_gap(outputs: int) -> int:

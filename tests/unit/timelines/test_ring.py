@@ -16,7 +16,7 @@ PROCESS = ProcessReport(
     name="worker-0", role="aggregated", model="m", engine="echo", pid=1, host="here", started_unix_s=0.0
 )
 NO_COUNTS = FinalCounts()
-TRACE = TraceContext("a" * 32, "b" * 16, "c" * 16, 1)
+TRACE = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01", f"00-{'a' * 32}-{'c' * 16}-01")
 
 
 def start(ring: TimelineRing, request_id: str = "r", counts: FinalCounts = NO_COUNTS) -> Recorder:

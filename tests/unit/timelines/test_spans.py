@@ -10,7 +10,7 @@ from baton.timelines.spans import Span, spans_of
 from baton.timelines.timeline import Failure, FinalCounts, Recorder, Timeline
 from baton.timelines.trace_context import TraceContext
 
-TRACE = TraceContext("a" * 32, "b" * 16, "c" * 16, 1)
+TRACE = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01", f"00-{'a' * 32}-{'c' * 16}-01")
 
 
 def finished(record: list[Timeline]) -> tuple[TimelineRing, Recorder]:

@@ -11,7 +11,7 @@ SPAN_ID = "b7ad6b7169203331"
 
 
 def continued(header: str, samples: bool = True) -> TraceContext:
-    return continue_trace({"traceparent": header}, lambda trace_id: samples)
+    return continue_trace(header, lambda trace_id: samples)
 
 
 def test_the_trace_of_the_caller_is_continued_with_a_span_of_its_own() -> None:
@@ -56,3 +56,9 @@ def test_a_later_version_may_have_more_fields() -> None:
     parent = parse_traceparent(f"01-{TRACE_ID}-{SPAN_ID}-01-more")
     assert parent is not None
     assert parent.trace_id == TRACE_ID
+
+
+def test_a_span_continues_a_later_version_as_version_00() -> None:
+    trace = continued(f"cc-{TRACE_ID}-{SPAN_ID}-00-more")
+    assert trace.traceparent == f"00-{TRACE_ID}-{trace.span_id}-00"
+    assert (trace.parent_span_id, trace.is_sampled) == (SPAN_ID, False)
