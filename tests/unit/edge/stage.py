@@ -225,6 +225,13 @@ def get(path: str, *headers: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: a\r\n{lines}\r\n".encode()
 
 
+class _UnknownModels(KnownModels):
+    """Models that are not listed."""
+
+    async def refresh(self, frontend: object, now: float) -> None:
+        """See `KnownModels.refresh`."""
+
+
 @asynccontextmanager
 async def stage(
     *,
@@ -238,8 +245,9 @@ async def stage(
     tls: ssl.SSLContext | None = None,
     reasons: Mapping[str, str | None] = MappingProxyType({}),
     timelines: TimelineRing | None = None,
+    lists_models: bool = True,
 ) -> AsyncIterator[Stage]:
-    """Run an edge in front of a scripted frontend."""
+    """Run an edge in front of a scripted frontend. To list its models takes one more connection, for a moment."""
     frontend = Frontend()
     server = await asyncio.start_server(frontend.serve, HOST, 0)
     pool = UpstreamPool(HOST, server.sockets[0].getsockname()[1])
@@ -247,7 +255,7 @@ async def stage(
     edge = Edge(
         pool,
         access,
-        KnownModels(configured, 60.0),
+        KnownModels(configured, 60.0) if lists_models else _UnknownModels(configured, 60.0),
         limits,
         RouteTable(routes),
         tls,
