@@ -261,7 +261,8 @@ def test_a_seed_that_sglang_would_ignore_is_refused(engine: Engines) -> None:
 
 def test_a_greater_priority_goes_first(engine: Engines) -> None:
     async def body(session: Session) -> None:
-        filling = [work(1500) for _ in range(session.info.max_running)]
+        # Long enough that none ends by itself: the greatest priority takes the place of one.
+        filling = [work(3000) for _ in range(session.info.max_running)]
         await asyncio.gather(*(session.engine.submit(each).read() for each in filling))
         order: list[int] = []
 

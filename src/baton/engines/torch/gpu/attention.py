@@ -17,12 +17,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
 
 _LOG2_E = 1.4426950408889634
 _LEAST_ROWS = 16  # of a product of tensor cores
 _TILE_ROWS = 128
 _MOST_HEAD = 128  # numbers of a head for `prefill_uncached`
+_HOPPER = (9, 0)
 _DECODE_KEYS = 64
 _LEAST_TILES = 2  # of keys for one program
 _PROGRAMS = 1024  # that fill a large GPU
@@ -277,8 +282,13 @@ def prefill_uncached(qkv: Tensor, heads: int, indexes: Tensor, tiles: Tensor, ou
     )
 
 
-def can_read_rows(head_dim: int) -> bool:
-    """Whether `prefill_uncached` can be used: rows of a power of two that fit the shared memory, in float32 too."""
+def can_read_rows(head_dim: int, device: torch.device) -> bool:
+    """Whether `prefill_uncached` can be used, and is faster than `prefill`.
+
+    It reads rows of a power of two, which fit the shared memory of a Hopper GPU in float32 too.
+    """
+    if TensorDescriptor is None or (device.type == "cuda" and torch.cuda.get_device_capability(device) < _HOPPER):
+        return False
     return _LEAST_ROWS <= head_dim <= _MOST_HEAD and head_dim & (head_dim - 1) == 0
 
 

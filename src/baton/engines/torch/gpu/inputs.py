@@ -34,7 +34,7 @@ class PagedInputs:
     def __init__(self, config: LlamaConfig, tables: BlockTables, dtype: torch.dtype, device: torch.device) -> None:
         self._tables = tables
         self._tile = tile_tokens(config.heads, config.kv_heads)
-        self._reads_rows = can_read_rows(config.head_dim)
+        self._reads_rows = can_read_rows(config.head_dim, device)
         self._device = device
         self._media_rows = MediaRows(dtype, device)
 

@@ -85,7 +85,7 @@ class GpuStep:
         row, zero = torch.full((2,), self._tables.spare_row), torch.zeros(2)
         tokens, rows, indexes = torch.stack((zero, row, torch.arange(2))).to(torch.int32).to(self._device)
         tiles = torch.tensor([[0, 2, 2, 1]], dtype=torch.int32, device=self._device)
-        for uncached in {0, int(can_read_rows(self._config.head_dim))}:
+        for uncached in {0, int(can_read_rows(self._config.head_dim, self._device))}:
             self._model.forward(PagedStep(tokens, rows, indexes, indexes, tiles, uncached, 0))
         if self._graphs is not None and self._config.diffusion is None:
             self._graphs.capture(self._max_running)
