@@ -25,7 +25,7 @@ serve: $(SERVING)
 
 # docs/testing.md says what each tier runs.
 unit: $(DEVELOPMENT)
-	$(BIN)/python -m pytest --numprocesses 4 -p no:schemathesis -p no:anyio -p tests.without_torch -m "not (process or torch or slow)" \
+	$(TWICE) $(BIN)/python --numprocesses 4 -p no:schemathesis -p no:anyio -p tests.without_torch -m "not (process or torch or slow)" \
 		tests/unit tests/contract/test_engine_echo.py tests/contract/test_runtime_memory.py $(ARGS)
 
 test: check machine

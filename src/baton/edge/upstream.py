@@ -287,6 +287,9 @@ class UpstreamPool:
         except (OSError, TimeoutError) as error:
             opened.on_lost(PeerLost(f"cannot connect to the frontend: {error}"))
             return
+        task = asyncio.current_task()
+        assert task is not None
+        self._connecting.discard(task)
         self._all.add(connection)
         opened.on_connected(connection)
 

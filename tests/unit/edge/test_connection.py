@@ -8,6 +8,8 @@ import pytest
 
 from baton.edge.limits import EdgeLimits
 from baton.edge.public_routes import public_routes
+from baton.edge.upstream import UpstreamConnection, UpstreamPool
+from baton.errors import BatonError
 from baton.testing.bounded import eventually
 from tests.unit.edge.stage import EVENTS_HEAD, Received, answering, chunk, get, on_uvloop, post, stage, whole
 
@@ -548,6 +550,24 @@ async def test_a_request_of_many_prompts_is_refused_if_no_connection_is_left() -
         client.send(post("/v1/completions", b'{"model": "m", "prompt": ["a", "b"], "max_tokens": 1, "echo": true}'))
         status, headers, body = await client.answer()
         assert (status, headers["retry-after"], error_of(body)["code"]) == (503, "1", "overloaded")
+
+
+@on_uvloop
+async def test_a_connection_that_has_just_been_opened_counts_once() -> None:
+    async with stage() as s:
+        pool = UpstreamPool("127.0.0.1", s.edge.pool.port)
+        counts: list[int] = []
+
+        class Opened:
+            def on_connected(self, connection: UpstreamConnection) -> None:
+                counts.append(pool.open)
+
+            def on_lost(self, error: BatonError) -> None:
+                raise error
+
+        await pool.connect(Opened())
+        assert counts == [pool.open] == [1]
+        pool.close()
 
 
 @on_uvloop
