@@ -11,15 +11,9 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engines.torch.gpu.attention import (
-    DecodeScratch,
-    can_read_rows,
-    decode,
-    prefill,
-    prefill_uncached,
-    tile_tokens,
-)
+from baton.engines.torch.gpu.decode_attention import DecodeScratch, decode
 from baton.engines.torch.gpu.fused import add_norm, gate, rotate_and_store
+from baton.engines.torch.gpu.prefill_attention import can_read_rows, prefill, prefill_uncached, tile_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(6, 2, 16), (7, 1, 18)]

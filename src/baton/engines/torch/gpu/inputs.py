@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from baton.engines.torch.embedded_rows import MediaRows
-from baton.engines.torch.gpu.attention import can_read_rows, tile_tokens
 from baton.engines.torch.gpu.model import PagedStep
+from baton.engines.torch.gpu.prefill_attention import can_read_rows, tile_tokens
 from baton.engines.torch.gpu.tables import BlockTables
 from baton.engines.torch.gpu.transfers import to_device
 from baton.engines.torch.models.config import LlamaConfig
@@ -17,7 +17,7 @@ from baton.engines.torch.scheduler import Batch, Chunk
 from baton.engines.torch.step_inputs import rotary_positions
 
 _Tile = tuple[int, int, int, int]
-"""See `attention.prefill`."""
+"""See `prefill_attention.prefill`."""
 
 
 class PreparedStep(NamedTuple):

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
-from baton.engines.torch.gpu.attention import DecodeScratch, decode, prefill, prefill_uncached
+from baton.engines.torch.gpu.decode_attention import DecodeScratch, decode
 from baton.engines.torch.gpu.fused import add_norm, gate, rotate_and_store
+from baton.engines.torch.gpu.prefill_attention import prefill, prefill_uncached
 from baton.engines.torch.models.config import LlamaConfig
 from baton.engines.torch.models.llama import Layer, Weights, network
 from baton.engines.torch.models.sparse import Dispatch, RoutedLayer
@@ -19,8 +20,8 @@ class PagedStep(NamedTuple):
 
     `rows` are rows of the block tables and `indexes` the places of tokens in their sequences. `positions` are [tokens],
     or [3, tokens] in time, height and width. The last `decodes` tokens are each the newest of a sequence; the `tiles`
-    (see `attention.prefill`) have all others; the first `uncached` of them have only keys that the pass computes.
-    `embedded` are rows of media, each with the token from which on they replace embeddings.
+    (see `prefill_attention.prefill`) have all others; the first `uncached` of them have only keys that the pass
+    computes. `embedded` are rows of media, each with the token from which on they replace embeddings.
     """
 
     tokens: Tensor

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engines.torch.gpu.attention import can_read_rows, tile_tokens
 from baton.engines.torch.gpu.graphs import TOKEN_ON_DEVICE, Decoded, DecodeGraphs, bucket
 from baton.engines.torch.gpu.inputs import PagedInputs
 from baton.engines.torch.gpu.model import PagedLlama, PagedStep
+from baton.engines.torch.gpu.prefill_attention import can_read_rows, tile_tokens
 from baton.engines.torch.gpu.sampling import SampledCopy, can_sample, sample_on_device
 from baton.engines.torch.gpu.tables import BlockTables, last_tokens, table_width
 from baton.engines.torch.gpu.transfers import to_device
