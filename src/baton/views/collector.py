@@ -55,6 +55,8 @@ class Collector:
         self._changed: dict[str, Trace] = {}
         self._removed: list[str] = []
         self._finding_problem: str | None = None
+        self._has_looked = False
+        self._has_published_look = False
         self.processes: dict[str, ProcessState] = {}
         self.traces = TraceStore()
         self.series = Series()
@@ -114,7 +116,9 @@ class Collector:
             self._finding_problem = None
         except (OSError, BatonError) as error:
             self._finding_problem = f"processes cannot be found: {error}"
+            self._has_looked = True
             return
+        self._has_looked = True
         for address in found.values():
             self._adopt(address, tasks)
         now = time.monotonic()
@@ -224,6 +228,7 @@ class Collector:
         return {
             "now_us": time.time_ns() // 1000,
             "problem": self._finding_problem,
+            "has_looked": self._has_looked,
             "processes": [state.to_json(self.traces.running(state.name)) for state in self.processes.values()],
             "requests": [summarize(trace) for trace in latest],
         }
@@ -239,10 +244,13 @@ class Collector:
         removed, self._removed = self._removed, []
         requests = self._take_changed()
         flows = self._flows.take()
-        if processes or requests or removed or flows or self._finding_problem:
+        is_first_look = self._has_looked and not self._has_published_look
+        if processes or requests or removed or flows or self._finding_problem or is_first_look:
+            self._has_published_look = self._has_looked
             update = {
                 "now_us": time.time_ns() // 1000,
                 "problem": self._finding_problem,
+                "has_looked": self._has_looked,
                 "processes": processes,
                 "removed": removed,
                 "requests": requests,

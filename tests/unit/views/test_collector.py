@@ -35,11 +35,12 @@ class Finder:
     def __init__(self) -> None:
         self.count = 0
         self.before: Callable[[int], Any] = lambda count: asyncio.sleep(0)
+        self.processes = [WORKER]
 
     async def find(self) -> Sequence[ProcessAddress]:
         self.count += 1
         await self.before(self.count)
-        return [WORKER]
+        return self.processes
 
 
 def page(timelines: list[TimelineReport], dropped: int = 0) -> TimelinePage:
@@ -75,6 +76,23 @@ async def states_until(collector: Collector, done: Callable[[dict[str, Any]], bo
             update = msgspec.json.decode(event.split(b"data: ")[1])
             states |= {each["id"]: each["state"] for each in update["requests"]}
     return states
+
+
+def test_that_there_is_no_process_is_published_once_it_is_known() -> None:
+    async def body() -> None:
+        finder, looked = Finder(), asyncio.Event()
+        finder.processes = []
+        finder.before = lambda count: looked.wait()
+        async with collecting(finder, Worker()) as collector:
+            with collector.watched(), collector.subscribers.subscribed() as queue:
+                assert collector.snapshot()["has_looked"] is False
+                looked.set()
+                event = await queue.get()
+                assert event is not None
+                update = msgspec.json.decode(event.split(b"data: ")[1])
+                assert (update["has_looked"], update["processes"]) == (True, [])
+
+    asyncio.run(body())
 
 
 def test_every_request_that_ends_is_published_however_many_change_at_once() -> None:

@@ -8,6 +8,7 @@ class Store extends EventTarget {
     this.processes = new Map();
     this.requests = new Map();
     this.problem = null;
+    this.hasLooked = false; // whether processes have been looked for since the view began
     this.state = "connecting";
     this.clockAheadUs = 0;
     this.source = null;
@@ -45,6 +46,7 @@ class Store extends EventTarget {
   onUpdate(data) {
     this.clockAheadUs = data.now_us - Date.now() * 1000;
     this.problem = data.problem;
+    this.hasLooked = data.has_looked;
     for (const process of data.processes) this.processes.set(process.name, process);
     for (const name of data.removed) this.processes.delete(name);
     for (const request of data.requests) this.requests.set(request.id, request);

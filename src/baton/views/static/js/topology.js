@@ -35,7 +35,8 @@ export function topologyPage(root) {
     const processes = chosen([...store.processes.values()], chooser, which);
     stage.hidden = !processes.length;
     empty.hidden = processes.length > 0 || store.state === "connecting";
-    if (!empty.hidden) replace(empty, h("h2", {}, "No process was found"), store.problem ?? "Start one with `baton serve`; it appears here by itself.");
+    if (!empty.hidden && store.hasLooked) replace(empty, h("h2", {}, "No process was found"), store.problem ?? "Start one with `baton serve`; it appears here by itself.");
+    else if (!empty.hidden) replace(empty, h("h2", {}, "Looking for processes"));
     const groups = grouped(processes);
     const key = JSON.stringify(groups.map((each) => [each.role, each.pool, each.members.map((member) => member.name)]));
     if (key !== layout) {
