@@ -6,6 +6,8 @@ from baton.edge.fields.table import Field, Json, honoured, refused, translated, 
 
 # Keeps the most likely token only, as `top_p` 0 does in OpenAI's API. The frontend takes values above 0.
 _LEAST_TOP_P = 1e-6
+# The frontend keeps temperatures in 32 bits, and so takes what is much smaller for 0.
+_LEAST_TEMPERATURE = 1e-37
 
 
 def top_p(body: Json) -> Json:
@@ -31,8 +33,10 @@ def _user(body: Json) -> Json:
 
 def _n(body: Json) -> Json:
     """At temperature 0 all choices are equal. The frontend refuses that, so it gets the same sampling by `top_k`."""
-    number = body["n"]
-    if not isinstance(number, int) or number < 2 or body.get("temperature") != 0:
+    number, temperature = body["n"], body.get("temperature")
+    if not isinstance(number, int) or number < 2:
+        return body
+    if not isinstance(temperature, int | float) or temperature >= _LEAST_TEMPERATURE:
         return body
     return {**without(body, "temperature"), "top_k": 1}
 

@@ -46,6 +46,7 @@ def test_values_that_openai_takes_and_the_frontend_does_not(path: str) -> None:
     for least in (0, 0.0, 1e-60):
         assert 1e-30 < changed(path, top_p=least)["top_p"] < 0.001  # type: ignore[operator]
     assert changed(path, n=2, temperature=0) == {"n": 2, "top_k": 1}
+    assert changed(path, n=2, temperature=4e-67) == {"n": 2, "top_k": 1}
     assert changed(path, n=2, temperature=0.5) == {"n": 2, "temperature": 0.5}
 
 
