@@ -260,9 +260,9 @@ def test_a_seed_that_sglang_would_ignore_is_refused(engine: Engines) -> None:
 
 
 def test_a_greater_priority_goes_first(engine: Engines) -> None:
-    async def body(session: Session) -> None:
-        # Long enough that none ends by itself: the greatest priority takes the place of one.
-        filling = [work(3000) for _ in range(session.info.max_running)]
+    async def order_of(session: Session, priorities: tuple[int, ...]) -> list[int]:
+        """Return the order in which requests end that come while the engine is full; empty if it was not."""
+        filling = [work(1500) for _ in range(session.info.max_running)]
         await asyncio.gather(*(session.engine.submit(each).read() for each in filling))
         order: list[int] = []
 
@@ -271,12 +271,19 @@ def test_a_greater_priority_goes_first(engine: Engines) -> None:
             order.append(priority)
 
         async with asyncio.TaskGroup() as group:
-            for priority, stream in [(each, session.engine.submit(work(4, priority=each))) for each in (1, 2, 50)]:
+            for priority, stream in [(each, session.engine.submit(work(4, priority=each))) for each in priorities]:
                 group.create_task(wait(priority, stream))
             await eventually(lambda: bool(order), 60)
+            was_full = session.busy() == len(filling) + len(priorities) - len(order)
             for each in filling:
                 await session.engine.abort(each.request_id)
-        assert order[0] == 50
+        return order if was_full else []
+
+    async def body(session: Session) -> None:
+        for _ in range(5):  # on a busy machine the engine may be done before the others arrive
+            if order := await order_of(session, (1, 2, 50)):
+                break
+        assert order[:1] == [50]
 
     engine.run(body)
 

@@ -325,7 +325,7 @@ class TestTwoWorkers:
         """Only SGLang's scheduler is frozen: the worker itself still answers and sends heartbeats."""
         worker = two.worker(0)
         [scheduler] = [child for child in worker.children(recursive=True) if "scheduler" in " ".join(child.cmdline())]
-        bodies = [{**asking(30 + number, 600), "ignore_eos": True} for number in range(6)]
+        bodies = [{**asking(30 + number, 2000), "ignore_eos": True} for number in range(6)]
         with ThreadPoolExecutor(len(bodies)) as pool:
             answers = pool.map(lambda body: two.post(COMPLETIONS, body), bodies)
             # A request that is alone in an engine that dies may be the cause, and is not moved.
@@ -333,7 +333,7 @@ class TestTwoWorkers:
             scheduler.send_signal(signal.SIGSTOP)
             for status, text in answers:
                 assert status == 200, text
-                assert json.loads(text)["usage"]["completion_tokens"] == 600
+                assert json.loads(text)["usage"]["completion_tokens"] == 2000
         assert re.search("no step for|has been stopped for", two.log_of("worker-0"))
         eventually(lambda: not scheduler.is_running(), 30, "the frozen scheduler is gone")
         eventually(lambda: two.health(0) == 200 and two.worker(0).pid != worker.pid, LOAD_S, "another worker serves")
