@@ -10,6 +10,8 @@ import logging
 import socket
 import struct
 import termios
+from collections.abc import Collection
+from itertools import islice
 from typing import Protocol, cast
 
 import httptools
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 IDLE_S = 10.0
 """Below the 30 s after which the frontend may close an idle connection, so that no request meets the close."""
 CONNECT_TIMEOUT_S = 5.0
+ADMITTED_AT_ONCE = 256
+"""How many connections the guard admits in one turn of the event loop, before the first of them can be settled."""
 LARGE_BODY = 64 * 1024
 """The frontend may refuse a body above this without reading all of it, and closes the connection then."""
 RECEIVE_BYTES = 64 * 1024
@@ -52,8 +56,11 @@ class Receiver(Protocol):
 class Guard(Protocol):
     """Decides which connections the frontend's port accepts."""
 
-    def admit(self, source_port: int) -> None:
-        """Accept a connection from `source_port`, which this process has bound. Raises OSError if it cannot."""
+    def admit(self, source_ports: Collection[int]) -> None:
+        """Accept connections from `source_ports`, which this process has bound. Raises OSError if it cannot.
+
+        It costs as much for many ports as for one.
+        """
 
     def settle(self, source_port: int) -> None:
         """The connection is established or has ended."""
@@ -218,6 +225,7 @@ class UpstreamPool:
         self._guard = guard
         self._idle: list[UpstreamConnection] = []
         self._all: set[UpstreamConnection] = set()
+        self._to_admit: dict[UpstreamConnection, asyncio.Future[None]] = {}
         self._unsettled: set[UpstreamConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
 
@@ -254,6 +262,38 @@ class UpstreamPool:
         if self._guard is not None:
             self._guard.settle(connection.source_port)
         connection.source_port = 0
+
+    async def _admit(self, connection: UpstreamConnection, guard: Guard) -> None:
+        """Wait until the guard has admitted `connection`, with all others of this turn of the loop."""
+        loop = asyncio.get_running_loop()
+        if not self._to_admit:
+            loop.call_soon(self._admit_waiting, guard)
+        self._to_admit[connection] = loop.create_future()
+        try:
+            await self._to_admit[connection]
+        finally:
+            self._to_admit.pop(connection, None)
+
+    def _admit_waiting(self, guard: Guard) -> None:
+        self._settle_established()
+        waiting = dict(islice(self._to_admit.items(), ADMITTED_AT_ONCE))
+        for connection in waiting:
+            del self._to_admit[connection]
+        self._unsettled.update(waiting)
+        refused: OSError | None = None
+        try:
+            guard.admit([each.source_port for each in waiting])
+        except OSError as error:
+            refused = error
+        if self._to_admit:
+            asyncio.get_running_loop().call_soon(self._admit_waiting, guard)
+        for future in waiting.values():
+            if future.done():  # cancelled
+                continue
+            if refused is None:
+                future.set_result(None)
+            else:
+                future.set_exception(refused)
 
     def _settle_established(self) -> None:
         """Settle connections without an answer too: thousands of requests may wait for their first token."""
@@ -303,9 +343,7 @@ class UpstreamPool:
             sock.bind((self._host, 0))
             connection.source_port = sock.getsockname()[1]
             if self._guard is not None:
-                self._settle_established()
-                self._guard.admit(connection.source_port)
-                self._unsettled.add(connection)
+                await self._admit(connection, self._guard)
             await loop.sock_connect(sock, (self._host, self.port))
             await loop.create_connection(lambda: connection, sock=sock)
         except BaseException:

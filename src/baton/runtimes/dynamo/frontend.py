@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dynamo import _core
 
@@ -98,10 +98,10 @@ class DynamoFrontend:
             await asyncio.sleep(0.01)
         self._guard = PortGuard(self._port)
 
-    def admit(self, source_port: int) -> None:
+    def admit(self, source_ports: Collection[int]) -> None:
         """See `PortGuard`. Valid between `start` and `stop`."""
         if self._guard is not None:
-            self._guard.admit(source_port)
+            self._guard.admit(source_ports)
 
     def settle(self, source_port: int) -> None:
         """See `PortGuard`."""

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import socket
 import struct
+from collections.abc import Collection
 
 from baton.runtimes.dynamo.listener import find_listeners
 
@@ -24,6 +25,7 @@ _DROP = (_RETURN, 0, 0, 0)
 _ACCEPT = (_RETURN, 0, 0, 0xFFFFFFFF)
 
 Instruction = tuple[int, int, int, int]
+_pack_instruction = struct.Struct("HBBI").pack
 
 
 class PortGuard:
@@ -38,16 +40,16 @@ class PortGuard:
             log.warning("other users of this host can reach the frontend without a key: %s", error)
             self.close()
 
-    def admit(self, source_port: int) -> None:
-        """Let a connection from `source_port` on 127.0.0.1, which the caller has bound, be established.
+    def admit(self, source_ports: Collection[int]) -> None:
+        """Let connections from `source_ports` on 127.0.0.1, which the caller has bound, be established.
 
         Raises OSError if too many are admitted that have not settled: a filter has at most 4,096 instructions.
         """
-        self._admitted.add(source_port)
+        self._admitted.update(source_ports)
         try:
             self._attach()
         except OSError:
-            self._admitted.discard(source_port)
+            self._admitted.difference_update(source_ports)
             raise
 
     def settle(self, source_port: int) -> None:
@@ -62,7 +64,7 @@ class PortGuard:
 
     def _attach(self) -> None:
         instructions = _program(sorted(self._admitted))
-        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
+        code = ctypes.create_string_buffer(b"".join([_pack_instruction(*each) for each in instructions]))
         program = struct.pack("HL", len(instructions), ctypes.addressof(code))
         for listener in self._listeners:
             listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
