@@ -8,6 +8,7 @@ from baton.testing.memory_runtime import MemoryContext, MemoryRuntime
 
 
 class TestMemoryRuntime(RuntimeContract):
+    refuses_to_block = False
     traces = False
 
     def make_runtime(self) -> Runtime:

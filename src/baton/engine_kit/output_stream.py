@@ -6,7 +6,9 @@ with `loop.call_soon_threadsafe`, once per step.
 
 import asyncio
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
+from baton.ports.engine import ReceiveTokens
 from baton.protocol.outputs import (
     Finished,
     FinishReason,
@@ -28,6 +30,34 @@ MAX_EXTRA_DELAY_S = 0.05
 MAX_PROGRESS = 200
 
 
+class _NextTurn:
+    """The streams that have got tokens in this turn of an event loop: one callback passes all of them on in the next.
+
+    They are not passed on as they are written: the engine may be about to write more, or the end. It does not hold its
+    loop, which would never be freed then.
+    """
+
+    _of_loops: "WeakKeyDictionary[asyncio.AbstractEventLoop, _NextTurn]" = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.streams: list[OutputStream] = []
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> "_NextTurn":
+        """Return the one of `loop`."""
+        turn = cls._of_loops.get(loop)
+        if turn is None:
+            turn = cls._of_loops[loop] = cls()
+        return turn
+
+    def pass_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let `streams` pass their tokens on. Scheduled by the first of them."""
+        streams, self.streams = self.streams, []
+        now = loop.time()
+        for stream in streams:
+            stream.pass_on(now)
+
+
 class OutputStream:
     """A Stream (see `ports/engine.py`) with its writing side.
 
@@ -38,13 +68,17 @@ class OutputStream:
         "_error",
         "_finished",
         "_handoff",
+        "_interval_s",
         "_kv",
-        "_late_s",
+        "_late_delay_s",
         "_logprobs",
         "_loop",
+        "_next_turn",
         "_not_before",
         "_open",
         "_prompt",
+        "_receive",
+        "_scheduled",
         "_timer",
         "_tokens",
         "_urgent",
@@ -54,6 +88,7 @@ class OutputStream:
 
     def __init__(self, choices: int = 1) -> None:
         self._loop = asyncio.get_running_loop()
+        self._next_turn = _NextTurn.of(self._loop)
         self._open = choices
         self._prompt: tuple[Output, ...] = ()  # read with the first tokens
         self._tokens: dict[int, list[int]] = {}
@@ -66,7 +101,10 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._not_before = 0.0
-        self._late_s = 0.0  # by how much the last timer was late
+        self._late_delay_s = 0.0  # because the last timer was late
+        self._scheduled = False  # for the next turn of the loop, or by the timer
+        self._receive: ReceiveTokens | None = None
+        self._interval_s = 0.0
         self.progress: list[PromptProgress] = []
 
     @property
@@ -106,8 +144,17 @@ class OutputStream:
             pending += token_ids
         if logprobs is not None:
             self._logprobs.setdefault(index, []).append(logprobs)
-        if self._waiter is not None and self._timer is None:
-            self._wake_when_due()
+        if self._waiter is not None and not self._scheduled:
+            if self._receive is not None:
+                self._scheduled = True
+                streams = self._next_turn.streams
+                if not streams:
+                    self._loop.call_soon(self._next_turn.pass_on, self._loop)
+                streams.append(self)
+            elif self._loop.time() < self._not_before:
+                self._start_timer()
+            else:
+                self._wake()
 
     def hand_off(self, params: dict[str, object]) -> None:
         """Add the parameters with which the KV can be claimed."""
@@ -149,15 +196,18 @@ class OutputStream:
             self._error = error
             self._wake_at_once()
 
+    def pass_to(self, receive: ReceiveTokens, interval_s: float) -> None:
+        """See `Stream.pass_to`."""
+        self._receive = receive
+        self._interval_s = interval_s
+
     async def read(self, not_before: float = 0.0) -> list[Output]:
         """See `Stream.read`."""
-        if self._late_s:
-            not_before += min(LATE_FACTOR * self._late_s, MAX_EXTRA_DELAY_S)
-        self._not_before = not_before
-        if not self._urgent and (not self._tokens or self._loop.time() < not_before):
+        self._not_before = not_before + self._late_delay_s
+        if not self._urgent and (not self._tokens or self._loop.time() < self._not_before):
             self._waiter = self._loop.create_future()
-            if self._tokens:
-                self._wake_when_due()
+            if self._tokens and not self._scheduled:
+                self._start_timer()
             try:
                 await self._waiter
             finally:
@@ -165,21 +215,54 @@ class OutputStream:
                 if self._timer is not None:
                     self._timer.cancel()
                     self._timer = None
+                    self._scheduled = False
         if outputs := self._take():
             return outputs
         if self._error is not None:
             raise self._error
         return []
 
-    def _wake_when_due(self) -> None:
-        if self._loop.time() >= self._not_before:
-            self._wake()
-        else:
-            self._timer = self._loop.call_at(self._not_before, self._timer_fired)
+    def _start_timer(self) -> None:
+        self._scheduled = True
+        self._timer = self._loop.call_at(self._not_before, self._timer_fired)
 
     def _timer_fired(self) -> None:
-        self._late_s = self._loop.time() - self._not_before
-        self._wake()
+        self._timer = None
+        now = self._loop.time()
+        self._late_delay_s = min(LATE_FACTOR * (now - self._not_before), MAX_EXTRA_DELAY_S)
+        self._not_before = now
+        self.pass_on(now)
+
+    def pass_on(self, now: float) -> None:
+        """If they are due, pass the tokens to the receiver, or let the reader take them. Called by the event loop."""
+        self._scheduled = False
+        if self._waiter is None or self._waiter.done():
+            return
+        if now < self._not_before:
+            self._start_timer()
+        elif self._receive is None or self._prompt:
+            self._wake()
+        else:
+            try:
+                self._pass_tokens(self._receive)
+            except Exception as error:  # noqa: BLE001 - raised to the reader
+                self.fail(error)
+            self._not_before = now + self._interval_s + self._late_delay_s
+
+    def _pass_tokens(self, receive: ReceiveTokens) -> None:
+        tokens = self._tokens
+        while tokens:
+            index = next(iter(tokens))
+            delta = TokenDelta(tokens.pop(index), index, self._joined_logprobs(index) if self._logprobs else None)
+            if not receive(delta):
+                self._put_back(delta)
+                self._wake()
+                return
+
+    def _put_back(self, delta: TokenDelta) -> None:
+        self._tokens[delta.index] = delta.token_ids
+        if delta.logprobs is not None:
+            self._logprobs[delta.index] = [delta.logprobs]
 
     def _wake_at_once(self) -> None:
         self._urgent = True

@@ -9,9 +9,9 @@ from baton.handlers.media import MediaInput
 from baton.handlers.prompt_data import no_tokens, without_tokens
 from baton.handlers.relay import relay
 from baton.ports.engine import EngineInfo, GenerateEngine, Work
-from baton.ports.runtime import Context
+from baton.ports.runtime import Context, SendNow
 from baton.ports.tokenizer import TokenTexts
-from baton.protocol.outputs import Chunk
+from baton.protocol.outputs import Chunk, TokenDelta
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import RequestTracker
 
@@ -33,12 +33,17 @@ class AggregatedHandler:
         self._media_input = media_input or MediaInput(engine.capabilities, info)
         self._texts = texts
 
-    async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
-        """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
+    async def generate(
+        self, request: GenerateRequest, context: Context, send_now: SendNow[TokenDelta] | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the answer in chunks, or send its tokens with `send_now`, in order.
+
+        Raises the errors of `errors.py`; closing the iterator aborts the request.
+        """
         with self._tracker.track(context, len(request.token_ids), request.model) as tracked:
             scores_only = request.scores_only
             if scores_only:
-                request = request.for_scoring()
+                request, send_now = request.for_scoring(), None
             elif request.stop.max_tokens == 0:
                 async for chunk in no_tokens(request, self._texts, tracked):
                     yield chunk
@@ -53,7 +58,15 @@ class AggregatedHandler:
             async with await self._media_input.load(request, tracked) as media:
                 work = await with_bad_words(media.attach(work, tracked, admitted), self._texts, tracked)
                 async with aclosing(
-                    relay(self._engine, work, tracked, self._tracker.limits, texts=self._texts, media=media)
+                    relay(
+                        self._engine,
+                        work,
+                        tracked,
+                        self._tracker.limits,
+                        texts=self._texts,
+                        media=media,
+                        send_now=send_now,
+                    )
                 ) as chunks:
                     async for chunk in chunks:
                         media.used()

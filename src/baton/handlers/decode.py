@@ -14,11 +14,11 @@ from baton.handlers.prompt_data import no_tokens, without_tokens
 from baton.handlers.relay import relay
 from baton.handlers.tickets import cached_tokens_of, engine_params, ticket_of
 from baton.ports.engine import EngineInfo, GenerateEngine, KvImportEngine, Work
-from baton.ports.runtime import Context
+from baton.ports.runtime import Context, SendNow
 from baton.ports.tokenizer import TokenTexts
 from baton.ports.transfer import Claim, Consumer
 from baton.protocol.handoff import Bootstrap, Consume, PrefillResult, Ticket
-from baton.protocol.outputs import Chunk
+from baton.protocol.outputs import Chunk, TokenDelta
 from baton.protocol.requests import GenerateRequest
 from baton.request.tracker import RequestTracker, TrackedRequest
 
@@ -43,8 +43,13 @@ class DecodeHandler:
         self._consumer = consumer
         self._media_input = media_input or MediaInput(engine.capabilities, info)
 
-    async def generate(self, request: GenerateRequest, context: Context) -> AsyncGenerator[Chunk, None]:
-        """Yield the answer in chunks. Raises the errors of `errors.py`; closing the iterator aborts the request."""
+    async def generate(
+        self, request: GenerateRequest, context: Context, send_now: SendNow[TokenDelta] | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the answer in chunks, or send its tokens with `send_now`, in order.
+
+        Raises the errors of `errors.py`; closing the iterator aborts the request.
+        """
         ticket = ticket_of(request)
         claim: Claim | None = None
         handoff: KvHandoff | None = None
@@ -52,7 +57,7 @@ class DecodeHandler:
             with self._tracker.track(context, len(request.token_ids), request.model) as tracked:
                 scores_only = request.scores_only
                 if scores_only:
-                    request = request.for_scoring()
+                    request, send_now = request.for_scoring(), None
                 elif request.stop.max_tokens == 0:
                     async for chunk in no_tokens(request, self._texts, tracked):
                         yield chunk
@@ -74,7 +79,15 @@ class DecodeHandler:
                 async with await self._media(request, claim, tracked) as media:
                     work = await with_bad_words(media.attach(work, tracked, admitted), self._texts, tracked)
                     async with aclosing(
-                        relay(self._engine, work, tracked, self._tracker.limits, handoff, self._texts)
+                        relay(
+                            self._engine,
+                            work,
+                            tracked,
+                            self._tracker.limits,
+                            handoff,
+                            self._texts,
+                            send_now=send_now,
+                        )
                     ) as chunks:
                         async for chunk in chunks:
                             media.used()

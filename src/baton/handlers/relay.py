@@ -8,7 +8,8 @@ from baton.errors import BatonError, EngineDead, EngineFailed
 from baton.handlers.kv_handoff import KvHandoff
 from baton.handlers.media import LoadedMedia
 from baton.handlers.prompt_data import PromptReport
-from baton.ports.engine import AbortableEngine, GenerateEngine, Work
+from baton.ports.engine import AbortableEngine, GenerateEngine, Stream, Work
+from baton.ports.runtime import SendNow
 from baton.ports.tokenizer import TokenTexts
 from baton.protocol.ids import RequestId
 from baton.protocol.lifecycle import State
@@ -41,17 +42,19 @@ async def relay(
     handoff: KvHandoff | None = None,
     texts: TokenTexts | None = None,
     media: LoadedMedia | None = None,
+    send_now: SendNow[TokenDelta] | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Submit `work` and yield its chunks; the last one carries the finish reason and the usage.
 
-    The first one has the cached tokens too: a frontend that finds a stop string never reads the last.
+    The first one has the cached tokens too: a frontend that finds a stop string never reads the last. Between the two,
+    tokens alone are sent with `send_now`, if there is one.
 
     Chunks are sent as soon as there is something to send, but at most once every `flush_interval_s`: tokens that come
     faster are joined. When the iterator ends before the last chunk, the handoff has ended and the engine has confirmed
     an abort or exceeded `abort_timeout_s`. `media` are closed only after that.
     """
     tracked.scope.check()
-    answer = _Answer(work, tracked)
+    answer = _Answer(work, tracked, send_now)
     report = PromptReport(work, texts)
     try:
         stream = engine.submit(work)
@@ -69,6 +72,7 @@ async def relay(
                 yield chunk
             for chunk in answer.push(outputs):
                 yield chunk
+            answer.send_from(stream, report, limits.flush_interval_s)
     except EngineDead as error:
         _blame_if_alone(tracked, error)
         raise
@@ -116,11 +120,28 @@ async def _release(
 class _Answer:
     """The chunks and the counts of one request."""
 
-    __slots__ = ("_tracked", "open_choices")
+    __slots__ = ("_send_now", "_tracked", "open_choices")
 
-    def __init__(self, work: Work, tracked: TrackedRequest) -> None:
+    def __init__(self, work: Work, tracked: TrackedRequest, send_now: SendNow[TokenDelta] | None) -> None:
+        self._send_now = send_now
         self._tracked = tracked
         self.open_choices = work.sampling.n or 1
+
+    def send_from(self, stream: Stream, report: PromptReport, interval_s: float) -> None:
+        """From now on send tokens of `stream` as they come, if the first ones and the report have been sent."""
+        send_now, tracked = self._send_now, self._tracked
+        if send_now is None or report.pending or not tracked.completion_tokens:
+            return
+        self._send_now = None
+
+        def send(delta: TokenDelta) -> bool:
+            if not send_now(delta):
+                return False
+            tracked.output()
+            tracked.completion_tokens += len(delta.token_ids)
+            return True
+
+        stream.pass_to(send, interval_s)
 
     def push(self, outputs: list[Output]) -> list[Chunk]:
         """Return the chunks to send for `outputs`."""

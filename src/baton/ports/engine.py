@@ -10,7 +10,7 @@ output fit the context, and every option is covered by `Capabilities`. Engines d
 
 import enum
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -21,7 +21,7 @@ from baton.protocol.events import Reading
 from baton.protocol.handoff import Handoff
 from baton.protocol.ids import RequestId
 from baton.protocol.media import EncodedItem, Media, MediaFile
-from baton.protocol.outputs import Output, PromptProgress
+from baton.protocol.outputs import Output, PromptProgress, TokenDelta
 from baton.protocol.requests import DiffusionOptions, OutputOptions, Sampling, StopConditions
 
 
@@ -201,6 +201,10 @@ class Progress(msgspec.Struct, frozen=True, gc=False):
     waiting: int
 
 
+ReceiveTokens = Callable[[TokenDelta], bool]
+"""Takes the new tokens of a choice; returns whether it has taken them."""
+
+
 class Stream(Protocol):
     """The outputs of one request, for one reader.
 
@@ -219,6 +223,13 @@ class Stream(Protocol):
         later, while the loop has more to do than it can); the end of the stream is never held back. Raises what the
         stream failed with, after what came before it has been read.
         Cancelling a read loses nothing.
+        """
+
+    def pass_to(self, receive: ReceiveTokens, interval_s: float) -> None:
+        """From now on, while a read waits, pass tokens to `receive` instead of ending the read, which costs much more.
+
+        Tokens are passed at most once in `interval_s`. Tokens that `receive` does not take end the read, and so do all
+        other outputs, with the tokens before them. What it raises fails the stream.
         """
 
     def fail(self, error: BaseException) -> None:

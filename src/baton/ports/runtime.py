@@ -13,6 +13,9 @@ from baton.protocol.events import Reading
 Wire = dict[str, object]
 Req = TypeVar("Req")
 Rep = TypeVar("Rep")
+SendNow = Callable[[Rep], bool]
+"""Send a reply past the iterator, which costs less, and only while the caller of that waits for its next item. Returns
+False without sending it if that could block. Raises Cancelled when the caller of the request has disconnected."""
 
 
 class Context(Protocol):
@@ -39,9 +42,31 @@ class Service(Generic[Req, Rep]):
         decode: Callable[[object], Req],
         encode: Callable[[Rep], Wire],
     ) -> None:
-        self.handle = handle
+        self._handle = handle
         self.decode = decode
         self.encode = encode
+
+    def handle(self, request: Req, context: Context, send_now: SendNow[Rep]) -> AsyncGenerator[Rep, None]:
+        """Return the replies to a request, but for those that the handler sends with `send_now`."""
+        return self._handle(request, context)
+
+
+class PushService(Service[Req, Rep]):
+    """A Service whose handler can also send replies past its iterator."""
+
+    def __init__(
+        self,
+        handle: Callable[[Req, Context, SendNow[Rep]], AsyncGenerator[Rep, None]],
+        decode: Callable[[object], Req],
+        encode: Callable[[Rep], Wire],
+    ) -> None:
+        self._push = handle
+        self.decode = decode
+        self.encode = encode
+
+    def handle(self, request: Req, context: Context, send_now: SendNow[Rep]) -> AsyncGenerator[Rep, None]:
+        """See `Service.handle`."""
+        return self._push(request, context, send_now)
 
 
 class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):

@@ -79,6 +79,7 @@ def start_logging(level: str, log_format: str = "text", process: str = "") -> No
     if log_format == "json" and supervisor_pid() is None:
         convert_standard_error(lambda lines: convert_to_json(lines, datetime.now(UTC), process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # Thread and process names cost time for every line, and no line has them.
+    # Thread and process names and the place of a call cost time for every line, and no line has them.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # as the documentation of logging says
     atexit.register(handler.flush)

@@ -28,7 +28,7 @@ from baton.ports.engine import (
     HandoffStyle,
     KvImportEngine,
 )
-from baton.ports.runtime import ChatFormat, Locality, ModelCard, Service
+from baton.ports.runtime import ChatFormat, Locality, ModelCard, PushService, Service
 from baton.ports.transfer import KvShape
 from baton.process.role_context import RoleContext
 from baton.process.worker_media import WorkerMedia, build_media, takes_files
@@ -313,7 +313,7 @@ def _generate(context: RoleContext, media_input: MediaInput) -> Service[Any, Any
             _generating(context), context.info, context.tracker, _tokenizer(context), context.settings.served_names
         )
         return Service(text.generate, decode_text, encode_text)
-    return Service(
+    return PushService(
         AggregatedHandler(_generating(context), context.info, context.tracker, media_input, _texts(context)).generate,
         decode_request,
         encode_chunk,
@@ -355,7 +355,7 @@ async def _decode(context: RoleContext) -> RoleService:
         raise _no_ability(context, "import KV")
     handler = DecodeHandler(engine, context.info, context.tracker, consumer, media.input, _texts(context))
     return RoleService(
-        Service(handler.generate, decode_request, encode_chunk),
+        PushService(handler.generate, decode_request, encode_chunk),
         _local_probe(context),
         _shape(context.info),
         consumer=consumer,

@@ -13,7 +13,7 @@ from baton.protocol.extra import EXTRA_KEY, Extra
 from baton.protocol.extra_options import place_extra_options
 from baton.protocol.handoff import Bootstrap, PrefillResult
 from baton.protocol.media import MediaItem
-from baton.protocol.outputs import Chunk, FinishReason, Logprobs, TopLogprob, Usage
+from baton.protocol.outputs import Chunk, FinishReason, Logprobs, TokenDelta, TopLogprob, Usage
 from baton.protocol.requests import (
     DiffusionOptions,
     GenerateRequest,
@@ -101,7 +101,7 @@ def keep_extra(value: S, raw: Mapping[str, object]) -> S:
         changes["extra"] = {key: raw[key] for key in raw if key not in _KEYS[cls]}
     for key, name in _INNER.get(cls, ()):
         below = raw.get(key)
-        if isinstance(below, Mapping):
+        if isinstance(below, dict):  # as the runtime makes them; much faster to check than a Mapping
             inner: msgspec.Struct = getattr(value, name)
             kept = keep_extra(inner, below)
             if kept is not inner:
@@ -114,11 +114,15 @@ def encode_request(request: GenerateRequest) -> Wire:
     return _restore(cast(Wire, msgspec.to_builtins(request, builtin_types=(bytes,))), request)
 
 
-def encode_chunk(chunk: Chunk) -> Wire:
-    """Return `chunk` in the frontend's format. Fields that are not set are left out."""
-    wire: Wire = {"token_ids": chunk.token_ids, "index": chunk.index}
+def encode_chunk(chunk: Chunk | TokenDelta) -> Wire:
+    """Return `chunk` in the frontend's format. Fields that are not set are left out. Tokens alone are a chunk too."""
+    wire: Wire = {"token_ids": chunk.token_ids}
+    if chunk.index:
+        wire["index"] = chunk.index
     if chunk.logprobs is not None:
         _encode_logprobs(chunk.logprobs, wire)
+    if isinstance(chunk, TokenDelta):  # nearly always
+        return wire
     if chunk.finish_reason is not None:
         wire["finish_reason"] = chunk.finish_reason.value
     if chunk.stop_reason is not None:

@@ -135,13 +135,17 @@ class MemoryCall:
         self._context.cancel()
         asyncio.get_running_loop().call_soon(self.task.cancel)
 
+    def _send_now(self, reply: object) -> bool:
+        self.replies.put_nowait(self._service.encode(reply))
+        return True
+
     async def _run(self) -> None:
         end: BatonError | None = None
         try:
             decoded = self._service.decode(self._request)
-            async with aclosing(self._service.handle(decoded, self._context)) as replies:
+            async with aclosing(self._service.handle(decoded, self._context, self._send_now)) as replies:
                 async for reply in replies:
-                    self.replies.put_nowait(self._service.encode(reply))
+                    self._send_now(reply)
         except BatonError as error:
             end = error
         except DecodeError as error:

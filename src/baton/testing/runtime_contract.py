@@ -30,11 +30,11 @@ from baton.errors import (
     ReaderStalled,
     Unsupported,
 )
-from baton.ports.runtime import Context, ModelCard, Service, Wire
+from baton.ports.runtime import Context, ModelCard, SendNow, Service, Wire
 from baton.protocol.codec import DecodeError
 from baton.protocol.events import KvCleared, KvRemoved, KvStored, LoadSnapshot
 from baton.testing.bounded import eventually, measure_lag
-from baton.testing.runtime_stage import PATH, RuntimeStage, Ticker, make_service
+from baton.testing.runtime_stage import PATH, RuntimeStage, Ticker, make_push_service, make_service
 
 INVALID = (InvalidRequest, ContextTooLong, Unsupported)
 RETRYABLE = (Overloaded, Paused, Draining, PeerLost, EngineStalled, EngineDead)
@@ -348,18 +348,26 @@ class RuntimeContract(RuntimeStage):
 
     # Stalled readers
 
+    @pytest.mark.parametrize("pushes", [False, True], ids=["yielded", "sent past the iterator"])
     @pytest.mark.parametrize(("replies", "size"), [(20_000, 16), (4_000, 4_000)])
-    def test_a_reader_that_stops_reading_blocks_no_other_call(self, replies: int, size: int) -> None:
+    def test_a_reader_that_stops_reading_blocks_no_other_call(self, replies: int, size: int, pushes: bool) -> None:
         filling = "x" * size
+        refused = 0
 
-        async def handle(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
+        async def handle(request: Wire, context: Context, send_now: SendNow[Wire]) -> AsyncGenerator[Wire, None]:
+            nonlocal refused
             for number in range(replies if request.get("many") else 1):
-                yield {"number": number, "filling": filling}
+                reply: Wire = {"number": number, "filling": filling}
+                if not pushes or number % 1000 == 0:
+                    yield reply
+                elif not send_now(reply):
+                    refused += 1
+                    yield reply
                 if number % 64 == 0:
                     await asyncio.sleep(0)
 
         async def body() -> None:
-            async with self._served(handle) as served:
+            async with self._served(make_push_service(handle)) as served:
                 measuring = asyncio.create_task(measure_lag())
                 async with aclosing(served.client.call({"many": True})) as stalled:
                     numbers = [(await anext(stalled))["number"]]
@@ -370,6 +378,19 @@ class RuntimeContract(RuntimeStage):
                 measuring.cancel()
                 assert numbers == list(range(replies))
                 assert await measuring < self.lag_limit_s
+                assert bool(refused) == (pushes and self.refuses_to_block)
+
+        self._run(body())
+
+    def test_a_handler_that_only_sends_past_its_iterator_is_answered(self) -> None:
+        async def handle(request: Wire, context: Context, send_now: SendNow[Wire]) -> AsyncGenerator[Wire, None]:
+            assert send_now({"number": 1})
+            if "more" in request:
+                yield {}
+
+        async def body() -> None:
+            async with self._served(make_push_service(handle)) as served:
+                assert await served.call() == [{"number": 1}]
 
         self._run(body())
 

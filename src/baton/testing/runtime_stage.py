@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from baton.errors import BatonError, PeerLost
-from baton.ports.runtime import Client, Context, Endpoint, Runtime, Service, Wire
+from baton.ports.runtime import Client, Context, Endpoint, PushService, Runtime, SendNow, Service, Wire
 from baton.testing.bounded import run_bounded
 
 Handle = Callable[[Wire, Context], AsyncGenerator[Wire, None]]
+PushHandle = Callable[[Wire, Context, SendNow[Wire]], AsyncGenerator[Wire, None]]
 
 PATH = "contract.component.endpoint"
 
@@ -73,6 +74,9 @@ class RuntimeStage:
     lag_limit_s = 2.0
     """The longest that a stream may block the event loop. Generous: it distinguishes blocked from slow."""
 
+    refuses_to_block = True
+    """Whether what is not read fills something, so that nothing more can be sent at once."""
+
     traces = True
     """Whether a call without a parent starts a trace."""
 
@@ -110,9 +114,9 @@ class RuntimeStage:
             await runtime.shutdown()
 
     @asynccontextmanager
-    async def _served(self, handle: Handle) -> AsyncIterator[Served]:
+    async def _served(self, handle: Handle | Service[Wire, Wire]) -> AsyncIterator[Served]:
         async with self._started() as runtime:
-            endpoint = await runtime.serve(PATH, make_service(handle))
+            endpoint = await runtime.serve(PATH, handle if isinstance(handle, Service) else make_service(handle))
             client = await runtime.client(PATH)
             await client.ready(5.0)
             yield Served(runtime, endpoint, client)
@@ -142,9 +146,14 @@ class RuntimeStage:
 
 def make_service(handle: Handle) -> Service[Wire, Wire]:
     """Return the service of a handler of plain dicts."""
+    return Service(handle, _decode, lambda reply: reply)
 
-    def decode(raw: object) -> Wire:
-        assert isinstance(raw, dict)
-        return raw
 
-    return Service(handle, decode, lambda reply: reply)
+def make_push_service(handle: PushHandle) -> PushService[Wire, Wire]:
+    """Return the service of a handler of plain dicts that can send replies past its iterator."""
+    return PushService(handle, _decode, lambda reply: reply)
+
+
+def _decode(raw: object) -> Wire:
+    assert isinstance(raw, dict)
+    return raw

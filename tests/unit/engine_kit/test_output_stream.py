@@ -1,7 +1,9 @@
 """The output stream: everything written is read once, merged, at any reading pace."""
 
 import asyncio
+import gc
 import time
+from weakref import ref
 
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,17 @@ from hypothesis import strategies as st
 
 from baton.engine_kit.output_stream import OutputStream
 from baton.errors import Cancelled, EngineFailed
-from baton.protocol.outputs import Finished, FinishReason, HandoffReady, Logprobs, Output, TokenDelta, TopLogprob
-from baton.testing import run_bounded
+from baton.protocol.outputs import (
+    Finished,
+    FinishReason,
+    HandoffReady,
+    Logprobs,
+    Output,
+    PromptCached,
+    TokenDelta,
+    TopLogprob,
+)
+from baton.testing import eventually, run_bounded
 
 
 async def read_all(stream: OutputStream) -> list[Output]:
@@ -237,3 +248,185 @@ def test_everything_written_is_read_once_in_order(writes: list[object], order: l
         deltas = [output for output in outputs if isinstance(output, TokenDelta) and output.index == index]
         assert [token for delta in deltas for token in delta.token_ids] == written
         assert sum(isinstance(output, Finished) and output.index == index for output in outputs) == 1
+
+
+class Receiver:
+    """Takes tokens, as long as `takes`."""
+
+    def __init__(self) -> None:
+        self.taken: list[TokenDelta] = []
+        self.takes = True
+
+    def receive(self, delta: TokenDelta) -> bool:
+        if self.takes:
+            self.taken.append(delta)
+        return self.takes
+
+
+async def next_turns() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_a_receiver_gets_the_tokens_of_each_turn_while_the_read_waits() -> None:
+    async def body() -> None:
+        stream, receiver = OutputStream(2), Receiver()
+        stream.pass_to(receiver.receive, 0.0)
+        reading = asyncio.create_task(stream.read())
+        await next_turns()
+        logprobs = Logprobs((-0.5,))
+        stream.push([1])
+        stream.push([2])
+        stream.push([3], 1, logprobs)
+        await next_turns()
+        stream.push([4])
+        await next_turns()
+        assert receiver.taken == [TokenDelta([1, 2]), TokenDelta([3], 1, logprobs), TokenDelta([4])]
+        assert not reading.done()
+        stream.push([5], 1)
+        stream.finish(FinishReason.EOS, 1)
+        assert await reading == [TokenDelta([5], 1), Finished(FinishReason.EOS, 1)]
+
+    run_bounded(body())
+
+
+def test_a_receiver_gets_nothing_while_nobody_reads() -> None:
+    async def body() -> None:
+        stream, receiver = OutputStream(), Receiver()
+        stream.pass_to(receiver.receive, 0.0)
+        stream.push([1])
+        await next_turns()
+        assert await stream.read() == [TokenDelta([1])]
+        reading = asyncio.create_task(stream.read())
+        await next_turns()
+        stream.push([2])
+        reading.cancel()
+        await asyncio.wait([reading])
+        await next_turns()
+        assert receiver.taken == []
+        assert await stream.read() == [TokenDelta([2])]
+
+    run_bounded(body())
+
+
+def test_an_event_loop_is_freed_after_streams_passed_tokens_on_it() -> None:
+    async def body() -> "ref[asyncio.AbstractEventLoop]":
+        stream, receiver = OutputStream(), Receiver()
+        stream.pass_to(receiver.receive, 0.0)
+        reading = asyncio.create_task(stream.read())
+        await next_turns()
+        stream.push([1])
+        await eventually(lambda: receiver.taken == [TokenDelta([1])])
+        stream.finish(FinishReason.EOS)
+        await reading
+        return ref(asyncio.get_running_loop())
+
+    loop = run_bounded(body())
+    gc.collect()
+    assert loop() is None
+
+
+def test_what_comes_with_the_first_tokens_is_read() -> None:
+    async def body() -> None:
+        stream, receiver = OutputStream(), Receiver()
+        stream.pass_to(receiver.receive, 0.0)
+        reading = asyncio.create_task(stream.read())
+        await next_turns()
+        stream.cached(16)
+        stream.push([1])
+        assert await reading == [PromptCached(16), TokenDelta([1])]
+        assert receiver.taken == []
+
+    run_bounded(body())
+
+
+def test_tokens_that_come_within_the_interval_are_passed_together() -> None:
+    async def body() -> None:
+        stream, receiver = OutputStream(), Receiver()
+        stream.pass_to(receiver.receive, 0.2)
+        reading = asyncio.create_task(stream.read())
+        await next_turns()
+        clock = asyncio.get_running_loop().time
+        stream.push([1])
+        await eventually(lambda: len(receiver.taken) == 1)
+        began = clock()
+        for token in range(2, 5):
+            stream.push([token])
+            await next_turns()
+        await eventually(lambda: len(receiver.taken) == 2)
+        if clock() - began > 0.1:  # else this process was not run for so long that the interval was over
+            assert receiver.taken == [TokenDelta([1]), TokenDelta([2, 3, 4])]
+        reading.cancel()
+
+    run_bounded(body())
+
+
+def test_tokens_that_a_receiver_does_not_take_are_read() -> None:
+    async def body() -> None:
+        stream, receiver = OutputStream(2), Receiver()
+        receiver.takes = False
+        stream.pass_to(receiver.receive, 0.0)
+        reading = asyncio.create_task(stream.read())
+        await next_turns()
+        logprobs = Logprobs((-0.5,))
+        stream.push([1], 0, logprobs)
+        stream.push([2], 1)
+        outputs = await reading
+        assert sorted(outputs, key=lambda delta: delta.index) == [TokenDelta([1], 0, logprobs), TokenDelta([2], 1)]  # type: ignore[union-attr]
+
+    run_bounded(body())
+
+
+def test_what_a_receiver_raises_ends_the_stream() -> None:
+    async def body() -> None:
+        def receive(delta: TokenDelta) -> bool:
+            raise Cancelled("gone")
+
+        stream, other, receiver = OutputStream(), OutputStream(), Receiver()
+        stream.pass_to(receive, 0.0)
+        other.pass_to(receiver.receive, 0.0)
+        reading, undisturbed = asyncio.create_task(stream.read()), asyncio.create_task(other.read())
+        await next_turns()
+        stream.push([1])
+        other.push([2])
+        with pytest.raises(Cancelled):
+            await reading
+        assert stream.ended
+        assert receiver.taken == [TokenDelta([2])]
+        undisturbed.cancel()
+
+    run_bounded(body())
+
+
+EVENTS = st.lists(st.sampled_from(["turn", "refuse", "take"]) | st.tuples(st.integers(0, 1), st.integers(0, 99)))
+
+
+@settings(max_examples=100)
+@given(EVENTS)
+def test_everything_is_passed_or_read_once_in_order(events: list[object]) -> None:
+    async def body() -> list[TokenDelta]:
+        stream, receiver = OutputStream(2), Receiver()
+        stream.pass_to(receiver.receive, 0.0)
+
+        async def read() -> None:
+            while batch := await stream.read():
+                receiver.taken += [output for output in batch if isinstance(output, TokenDelta)]
+
+        reading = asyncio.create_task(read())
+        for event in events:
+            match event:
+                case (int(index), int(token)):
+                    stream.push([token], index)
+                case "turn":
+                    await asyncio.sleep(0)
+                case _:
+                    receiver.takes = event == "take"
+        for index in range(2):
+            stream.finish(FinishReason.EOS, index)
+        await reading
+        return receiver.taken
+
+    deltas = run_bounded(body())
+    for index in range(2):
+        written = [event[1] for event in events if isinstance(event, tuple) and event[0] == index]
+        assert [token for delta in deltas if delta.index == index for token in delta.token_ids] == written

@@ -20,6 +20,7 @@ from baton.errors import (
 )
 from baton.handlers.aggregated import AggregatedHandler
 from baton.ports.engine import Capabilities, Stream, Work
+from baton.ports.runtime import SendNow
 from baton.protocol.lifecycle import State
 from baton.protocol.outputs import (
     Chunk,
@@ -58,11 +59,11 @@ class Harness:
         tracker = RequestTracker(self.gate, limits, self.observer, "aggregated", self.fatal.append)
         self.handler = AggregatedHandler(engine, SCRIPTED_INFO, tracker)
 
-    def generate(self, choices: int = 1) -> AsyncGenerator[Chunk, None]:
+    def generate(self, choices: int = 1, send_now: SendNow[TokenDelta] | None = None) -> AsyncGenerator[Chunk, None]:
         request = GenerateRequest(
             token_ids=(1, 2, 3), stop=StopConditions(max_tokens=100), sampling=Sampling(n=choices)
         )
-        return self.handler.generate(request, self.context)
+        return self.handler.generate(request, self.context, send_now)
 
     async def chunks(self, choices: int = 1) -> list[Chunk]:
         async with aclosing(self.generate(choices)) as chunks:
@@ -377,6 +378,56 @@ def test_work_that_the_engine_refuses_ends_as_refused() -> None:
         with pytest.raises(InvalidRequest, match="no such token"):
             await harness.chunks()
         assert harness.ended() == (State.REFUSED, "invalid_request")
+
+    run_bounded(body())
+
+
+def test_tokens_alone_are_sent_past_the_iterator() -> None:
+    async def body() -> None:
+        logprobs = Logprobs((-0.5,))
+        script = [
+            TokenDelta([5]),
+            0.01,
+            TokenDelta([6]),
+            0.01,
+            TokenDelta([7], 0, logprobs),
+            0.01,
+            TokenDelta([8]),
+            END,
+        ]
+        harness = Harness(ScriptedEngine(script))
+        sent: list[TokenDelta] = []
+        yielded = [chunk async for chunk in harness.generate(send_now=lambda delta: not sent.append(delta))]
+        assert sent == [TokenDelta([6]), TokenDelta([7], 0, logprobs)]
+        assert yielded == [Chunk([5]), Chunk([8], finish_reason=FinishReason.LENGTH, usage=Usage(3, 4, 16))]
+        assert harness.observer.records[0].completion_tokens == 4
+        assert harness.ended() == (State.COMPLETED, None)
+
+    run_bounded(body())
+
+
+def test_tokens_that_cannot_be_sent_past_the_iterator_are_yielded() -> None:
+    async def body() -> None:
+        harness = Harness(ScriptedEngine([TokenDelta([5]), 0.01, TokenDelta([6]), 0.01, END]))
+        chunks = [chunk async for chunk in harness.generate(send_now=lambda delta: False)]
+        assert [chunk.token_ids for chunk in chunks] == [[5], [6], []]
+        assert chunks[-1].usage == Usage(3, 2, 16)
+
+    run_bounded(body())
+
+
+def test_a_client_that_is_found_gone_past_the_iterator_aborts_at_the_engine() -> None:
+    async def body() -> None:
+        def send_now(delta: TokenDelta) -> bool:
+            raise Cancelled("the client disconnected")
+
+        harness = Harness(ScriptedEngine([TokenDelta([5]), 0.01, TokenDelta([6]), asyncio.Event()]))
+        chunks = harness.generate(send_now=send_now)
+        assert await anext(chunks) == Chunk([5])
+        with pytest.raises(Cancelled):
+            await anext(chunks)
+        assert harness.aborted()
+        assert harness.ended() == (State.CANCELLED, "cancelled")
 
     run_bounded(body())
 

@@ -285,7 +285,7 @@ class EchoEngine:
         self._publish_stored(sequence, held)
 
     async def _step(self, due: int, now: float) -> None:
-        for sequence in [each for each in self._running.values() if each.is_ready(now)]:
+        for sequence in self._ready(now):
             if sequence.fault and sequence.produced >= sequence.fault_at:
                 await self._apply_fault(sequence)
             elif sequence.produces and self._offer(sequence):
@@ -293,6 +293,10 @@ class EchoEngine:
             elif sequence.emit(due if sequence.produced else 1):
                 self._remove(sequence)
         self._steps += 1
+
+    def _ready(self, now: float) -> list[Sequence]:
+        """Return what can generate: its KV is there, and its prefill is done."""
+        return [each for each in self._running.values() if not each.receiving and now >= each.ready_at]
 
     def _offer(self, sequence: Sequence) -> bool:
         """Offer some more blocks of a prompt; return whether there were any."""

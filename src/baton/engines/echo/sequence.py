@@ -58,6 +58,7 @@ class Sequence:
         "numbers",
         "offered",
         "produced",
+        "produces",
         "ready_at",
         "receiving",
         "repeats",
@@ -72,6 +73,7 @@ class Sequence:
 
     def __init__(self, work: Work, stream: OutputStream, answer: tuple[int, ...] | None = None) -> None:
         self.work = work
+        self.produces = isinstance(work.handoff, Produce)  # whether another worker reads its KV
         self.stream = stream
         self.logprobs = work.output.logprobs
         self.numbers: Numbers = kv_numbers(work) if work.media else work.token_ids
@@ -91,18 +93,9 @@ class Sequence:
         self.fault_at = 0
 
     @property
-    def produces(self) -> bool:
-        """Whether another worker reads its KV."""
-        return isinstance(self.work.handoff, Produce)
-
-    @property
     def consumes(self) -> bool:
         """Whether its KV comes from another worker."""
         return isinstance(self.work.handoff, Consume)
-
-    def is_ready(self, now: float) -> bool:
-        """Whether it can generate: its KV is there, and its prefill is done."""
-        return not self.receiving and now >= self.ready_at
 
     def received(self, numbers: Numbers) -> None:
         """The KV of the prompt is there, and says `numbers`."""

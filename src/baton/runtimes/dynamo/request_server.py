@@ -101,16 +101,13 @@ class RequestServer:
     async def _respond(
         self, request: object, context: DynamoContext, sender: Sender, end: asyncio.Future[None]
     ) -> None:
-        writer = ResponseWriter(sender, self._stall_timeout_s)
-        encode = self._service.encode
+        writer = ResponseWriter(sender, self._service.encode, self._stall_timeout_s)
         error: BaseException = StopAsyncIteration()
         try:
-            async with aclosing(self._service.handle(request, context)) as replies:
+            async with aclosing(self._service.handle(request, context, writer.send_now)) as replies:
                 async for reply in replies:
                     try:
-                        message = encode(reply)
-                        if not writer.send_now(message):
-                            await writer.send(message)
+                        await writer.send(reply)
                     except BatonError as failure:
                         await replies.athrow(failure)  # so that the handler gets the reason
             await writer.close()

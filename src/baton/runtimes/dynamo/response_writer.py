@@ -10,12 +10,13 @@ no wait.
 import asyncio
 import queue
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import Generic, Protocol
 
 import msgspec
 
 from baton.errors import Cancelled, ReaderStalled
-from baton.ports.runtime import Wire
+from baton.ports.runtime import Rep, Wire
 
 INLINE_MESSAGES = 256
 INLINE_BYTES = 65_536
@@ -32,37 +33,41 @@ class Sender(Protocol):
         """End the stream without an error."""
 
 
-class ResponseWriter:
+class ResponseWriter(Generic[Rep]):
     """Writes one stream. Used by one task."""
 
-    __slots__ = ("_bytes", "_sender", "_sent", "_stall_timeout_s", "_thread")
+    __slots__ = ("_bytes", "_encode", "_sender", "_sent", "_stall_timeout_s", "_thread")
 
-    def __init__(self, sender: Sender, stall_timeout_s: float) -> None:
+    def __init__(self, sender: Sender, encode: Callable[[Rep], Wire], stall_timeout_s: float) -> None:
         self._sender = sender
+        self._encode = encode
         self._sent = 0
         self._bytes = 0
         self._stall_timeout_s = stall_timeout_s
         self._thread: _SenderThread | None = None
 
-    def send_now(self, message: Wire) -> bool:
-        """Send `message` if that cannot block: the first messages of a stream. Raises Cancelled as `send` does."""
-        if self._sent >= INLINE_MESSAGES and not self._is_small(message):
-            return False
-        self._sent += 1
-        try:
-            self._sender.send(message)
-        except RuntimeError:
-            raise Cancelled("the client disconnected") from None
-        return True
-
-    async def send(self, message: Wire) -> None:
-        """Send `message`. Raises Cancelled when the client has disconnected, ReaderStalled when it does not read."""
-        if self.send_now(message):
-            return
+    def send_now(self, reply: Rep) -> bool:
+        """Send `reply`, unless `MAX_PENDING` are pending. Raises Cancelled as `send` does."""
+        message = self._encode(reply)
+        if self._sent < INLINE_MESSAGES or self._is_small(message):
+            self._sent += 1
+            try:
+                self._sender.send(message)
+            except RuntimeError:
+                raise Cancelled("the client disconnected") from None
+            return True
         if self._thread is None:
             self._thread = _SenderThread(self._sender)
+        if self._thread.pending >= MAX_PENDING:
+            return False
         self._thread.put(message)
-        await self._wait_for_pending(MAX_PENDING)
+        return True
+
+    async def send(self, reply: Rep) -> None:
+        """Send `reply`. Raises Cancelled when the client has disconnected, ReaderStalled when it does not read."""
+        if not self.send_now(reply):
+            await self._wait_for_pending(MAX_PENDING - 1)
+            self.send_now(reply)
 
     def _is_small(self, message: Wire) -> bool:
         """Whether the runtime takes `message` without blocking even if nothing of this stream has been read."""

@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
+from contextlib import suppress
 
 import pytest
 
 from baton.errors import Cancelled, ReaderStalled
 from baton.ports.runtime import Wire
-from baton.runtimes.dynamo.response_writer import INLINE_BYTES, INLINE_MESSAGES, MAX_PENDING, ResponseWriter
+from baton.runtimes.dynamo.response_writer import INLINE_BYTES, INLINE_MESSAGES, MAX_PENDING, ResponseWriter, Sender
 from baton.testing import eventually, measure_lag, run_bounded
 
 
@@ -38,13 +39,17 @@ INLINE = INLINE_MESSAGES + 1
 """How many messages of `send_many` are sent from the event loop; the thread sends the rest."""
 
 
-async def send_many(writer: ResponseWriter, count: int) -> None:
+def new_writer(sender: Sender, stall_timeout_s: float) -> ResponseWriter[Wire]:
+    return ResponseWriter(sender, lambda reply: reply, stall_timeout_s)
+
+
+async def send_many(writer: ResponseWriter[Wire], count: int) -> None:
     """Send small messages, with one among them that is more than fits without a thread."""
     for number in range(count):
         await writer.send({"number": number, "filling": "x" * INLINE_BYTES * (number == INLINE_MESSAGES)})
 
 
-async def send_and_end(writer: ResponseWriter) -> None:
+async def send_and_end(writer: ResponseWriter[Wire]) -> None:
     await writer.send({})
     await writer.close()
 
@@ -56,7 +61,7 @@ def writer_threads() -> int:
 def test_the_first_messages_are_sent_without_a_thread() -> None:
     async def body() -> None:
         sender = SlowSender()
-        writer = ResponseWriter(sender, 1.0)
+        writer = new_writer(sender, 1.0)
         await send_many(writer, 100)
         await writer.close()
         writer.release()
@@ -69,7 +74,7 @@ def test_the_first_messages_are_sent_without_a_thread() -> None:
 def test_messages_keep_their_order_across_the_switch_to_the_thread() -> None:
     async def body() -> None:
         sender = SlowSender()
-        writer = ResponseWriter(sender, 5.0)
+        writer = new_writer(sender, 5.0)
         await send_many(writer, INLINE + 200)
         await writer.close()
         assert sender.closed
@@ -83,7 +88,7 @@ def test_messages_keep_their_order_across_the_switch_to_the_thread() -> None:
 def test_the_event_loop_stays_free_while_a_send_blocks() -> None:
     async def body() -> None:
         sender = SlowSender(room=INLINE + 10)
-        writer = ResponseWriter(sender, 20.0)
+        writer = new_writer(sender, 20.0)
         measuring = asyncio.create_task(measure_lag())
         sending = asyncio.create_task(send_many(writer, INLINE + 100))
         await asyncio.sleep(1.0)
@@ -101,7 +106,7 @@ def test_the_event_loop_stays_free_while_a_send_blocks() -> None:
 def test_a_client_that_does_not_read_for_too_long_is_an_error() -> None:
     async def body() -> None:
         sender = SlowSender(room=INLINE + 5)
-        writer = ResponseWriter(sender, 0.05)
+        writer = new_writer(sender, 0.05)
         with pytest.raises(ReaderStalled, match=r"0\.05 s"):
             await send_many(writer, INLINE + 100)
         assert len(sender.sent) == INLINE + 5
@@ -115,7 +120,7 @@ def test_a_client_that_does_not_read_for_too_long_is_an_error() -> None:
 def test_a_client_that_disconnects_cancels_the_request(already_sent: int) -> None:
     async def body() -> None:
         sender = SlowSender()
-        writer = ResponseWriter(sender, 5.0)
+        writer = new_writer(sender, 5.0)
         await send_many(writer, already_sent)
         sender.error = RuntimeError("response stream is closed")
         with pytest.raises(Cancelled):
@@ -130,7 +135,7 @@ def test_a_client_that_disconnects_cancels_the_request(already_sent: int) -> Non
 def test_a_message_that_cannot_be_sent_raises_its_own_error(already_sent: int) -> None:
     async def body() -> None:
         sender = SlowSender()
-        writer = ResponseWriter(sender, 0.5)
+        writer = new_writer(sender, 0.5)
         await send_many(writer, already_sent)
         sender.error = ValueError("cannot encode")
         with pytest.raises(ValueError, match="cannot encode"):
@@ -144,7 +149,7 @@ def test_a_message_that_cannot_be_sent_raises_its_own_error(already_sent: int) -
 def test_a_blocked_send_can_be_cancelled() -> None:
     async def body() -> None:
         sender = SlowSender(room=INLINE + 1)
-        writer = ResponseWriter(sender, 20.0)
+        writer = new_writer(sender, 20.0)
         sending = asyncio.create_task(send_many(writer, INLINE + 100))
         await eventually(lambda: len(sender.sent) > INLINE)
         await asyncio.sleep(0.01)
@@ -162,7 +167,7 @@ def test_the_thread_ends_with_its_stream(blocked: bool) -> None:
     async def body() -> None:
         await eventually(lambda: writer_threads() == 0)
         sender = SlowSender(room=INLINE + 1 if blocked else 10**9)
-        writer = ResponseWriter(sender, 0.02)
+        writer = new_writer(sender, 0.02)
         try:
             await send_many(writer, INLINE + 2)
             await writer.close()
@@ -181,7 +186,7 @@ def test_a_thread_that_outlives_its_loop_ends_quietly() -> None:
 
     async def body() -> None:
         with pytest.raises(ReaderStalled):
-            await send_many(ResponseWriter(sender, 0.02), INLINE + 2 + MAX_PENDING)
+            await send_many(new_writer(sender, 0.02), INLINE + 2 + MAX_PENDING)
 
     run_bounded(body())
     sender.read.set()
@@ -191,7 +196,7 @@ def test_a_thread_that_outlives_its_loop_ends_quietly() -> None:
 def test_sends_do_not_wait_until_the_maximum_is_pending() -> None:
     async def body() -> None:
         sender = SlowSender(room=INLINE)
-        writer = ResponseWriter(sender, 5.0)
+        writer = new_writer(sender, 5.0)
         sending = asyncio.create_task(send_many(writer, INLINE + MAX_PENDING))
         await asyncio.wait_for(sending, 5.0)  # nothing of it has been read
         more = asyncio.create_task(writer.send({"number": -1}))
@@ -209,11 +214,48 @@ def test_sends_do_not_wait_until_the_maximum_is_pending() -> None:
 def test_pending_messages_are_dropped_on_release() -> None:
     async def body() -> None:
         sender = SlowSender(room=INLINE)
-        writer = ResponseWriter(sender, 5.0)
+        writer = new_writer(sender, 5.0)
         await send_many(writer, INLINE + MAX_PENDING)
         writer.release()
         sender.read.set()
         await eventually(lambda: writer_threads() == 0)
         assert len(sender.sent) <= INLINE + 1
+
+    run_bounded(body())
+
+
+def test_what_could_block_is_not_sent_at_once_and_keeps_its_place() -> None:
+    async def body() -> None:
+        sender = SlowSender(room=INLINE)
+        writer = new_writer(sender, 5.0)
+        await send_many(writer, INLINE + MAX_PENDING)
+        assert not writer.send_now({"number": INLINE + MAX_PENDING})
+        waiting = asyncio.create_task(writer.send({"number": INLINE + MAX_PENDING}))
+        sender.read.set()
+        await waiting
+        await eventually(lambda: writer.send_now({"number": INLINE + MAX_PENDING + 1}))
+        await writer.close()
+        writer.release()
+        assert [message["number"] for message in sender.sent] == list(range(INLINE + MAX_PENDING + 2))
+
+    run_bounded(body())
+
+
+@pytest.mark.parametrize("already_sent", [0, INLINE + 1], ids=["in the loop", "in the thread"])
+def test_sending_at_once_raises_when_the_client_has_disconnected(already_sent: int) -> None:
+    async def body() -> None:
+        sender = SlowSender()
+        writer = new_writer(sender, 5.0)
+        await send_many(writer, already_sent)
+        sender.error = RuntimeError("response stream is closed")
+
+        def refused() -> bool:
+            with suppress(Cancelled):
+                writer.send_now({})
+                return False
+            return True
+
+        await eventually(refused)  # the thread finds it out with the message before
+        writer.release()
 
     run_bounded(body())
