@@ -36,6 +36,10 @@ class TestDynamoRuntime(RuntimeContract):
 
         run_bounded(body(), self.limit_s)
 
+    def test_responses_go_over_tcp_whatever_the_environment_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("DYN_RESPONSE_PLANE", "quic")  # which would end the call when its worker leaves discovery
+        self.test_a_running_call_continues_after_deregister()
+
     def test_a_kv_router_chooses_the_rank_with_the_cached_prefix(self) -> None:
         tokens = list(range(64))
 

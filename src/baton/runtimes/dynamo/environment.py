@@ -11,8 +11,11 @@ from baton.runtimes.dynamo.event_sockets import event_sockets
 
 def environment_defaults(options: RuntimeOptions) -> dict[str, str]:
     """Return variables that are set unless the user has set them."""
+    # Where RUST_BACKTRACE is set, each error within the runtime would collect a stack trace, and most requests have
+    # such errors; the first that is logged would load 38 MB of symbols. Panics have their traces all the same.
+    values = {"RUST_LIB_BACKTRACE": "0"}
     # UCX (NIXL) listens on every network device that it may use.
-    return {"UCX_NET_DEVICES": "lo"} if is_loopback(options.bind or bind_address(options)) else {}
+    return values | ({"UCX_NET_DEVICES": "lo"} if is_loopback(options.bind or bind_address(options)) else {})
 
 
 def environment(options: RuntimeOptions, publishes_metrics: bool = False) -> dict[str, str]:
@@ -21,6 +24,8 @@ def environment(options: RuntimeOptions, publishes_metrics: bool = False) -> dic
     values = {
         "DYN_DISCOVERY_BACKEND": options.discovery,
         "DYN_REQUEST_PLANE": options.requests,
+        # Over QUIC a worker that leaves discovery to drain would lose its running responses.
+        "DYN_RESPONSE_PLANE": "tcp",
         "DYN_EVENT_PLANE": options.events,
         "DYN_TCP_RPC_HOST": bind,
         "DYN_TCP_RESPONSE_STREAM_HOST": bind,
