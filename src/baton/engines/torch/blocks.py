@@ -46,7 +46,7 @@ class BlockPool:
         """The hash that `block` can be found by, if it has one."""
         return self._hashes[block]
 
-    def find(self, hashes: Sequence[bytes]) -> list[int]:
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest prefix of `hashes` that is in the cache."""
         blocks: list[int] = []
         for name in hashes:

@@ -204,6 +204,7 @@ class Core:
 
     def _finish_step(self, flight: _Flight) -> None:
         """Wait for a step, and add what it has computed and sampled to its sequences."""
+        self.scheduler.hash_blocks(flight.batch)  # while a GPU computes
         try:
             results = dict(flight.wait())
         except Exception as error:

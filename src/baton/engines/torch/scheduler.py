@@ -15,6 +15,7 @@ continues from KV of another worker; if it has lost that KV by a preemption, it 
 """
 
 import bisect
+import itertools
 import sys
 from typing import NamedTuple
 
@@ -177,6 +178,12 @@ class Scheduler:
                 sequence.blocks = list(sequence.blocks)  # another list: copies of it on a device are out of date
             sequence.committed = full
 
+    def hash_blocks(self, batch: Batch) -> None:
+        """Compute now the hashes that `computed` needs for the prompts of `batch`."""
+        if self._reuse:
+            for chunk in batch.prefills:
+                chunk.sequence.hashes_of_full_blocks(self.pool.size)
+
     def clear(self) -> None:
         """Empty the prefix cache. Sequences that have blocks continue, and add nothing to the cache."""
         self.pool.clear()
@@ -281,7 +288,7 @@ class Scheduler:
         if not self._reuse or sequence.scored:
             return []
         full = sequence.reusable // self.pool.size
-        return self.pool.find(sequence.hashes_of_full_blocks(self.pool.size)[:full])
+        return self.pool.find(itertools.islice(sequence.each_hash(self.pool.size), full))
 
     def _leave(self, sequence: Sequence) -> None:
         self.blocked = False

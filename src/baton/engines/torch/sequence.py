@@ -1,6 +1,7 @@
 """One choice of one request inside the engine: its tokens, its blocks, and how far it is computed. Knows no torch."""
 
 import enum
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from baton.engine_kit.block_hash import block_hash, media_in, root_hash
@@ -190,13 +191,28 @@ class Sequence:
 
     def hashes_of_full_blocks(self, size: int) -> list[bytes]:
         """Return the hashes of all full blocks of the tokens so far; known ones are not computed again."""
+        while self._add_hash(size):
+            pass
+        return self.hashes
+
+    def each_hash(self, size: int) -> Iterator[bytes]:
+        """Yield the same hashes; each is computed when it is asked for."""
+        number = 0
+        while number < len(self.hashes) or self._add_hash(size):
+            yield self.hashes[number]
+            number += 1
+
+    def _add_hash(self, size: int) -> bool:
+        """Compute the hash of the next block; return whether there is a full one."""
         hashes = self.hashes
+        start = len(hashes) * size
+        stop = start + size
+        if stop > len(self.tokens):
+            return False
         parent = hashes[-1] if hashes else root_hash(self.work.cache_salt, self._variant)
-        spans = self.media.spans if self.media is not None else ()
-        for start in range(len(hashes) * size, len(self.tokens) - size + 1, size):
-            parent = block_hash(parent, self.tokens[start : start + size], media_in(spans, start, start + size))
-            hashes.append(parent)
-        return hashes
+        media = media_in(self.media.spans, start, stop) if self.media is not None else ()
+        hashes.append(block_hash(parent, self.tokens[start:stop], media))
+        return True
 
     def take_computed_blocks(self, size: int) -> KvComputed | None:
         """Return the blocks that have become final since the last call, if any: from now on they do not change.

@@ -9,8 +9,12 @@ from torch import Tensor
 
 def to_device(values: "np.ndarray[Any, Any]", device: torch.device) -> Tensor:
     """Return `values` on `device`. The copy is queued; the host's memory is kept until it is done."""
-    host = torch.from_numpy(values)
-    return host.to(device) if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    source = torch.from_numpy(values)
+    if device.type == "cpu":
+        return source
+    host = torch.empty_like(source, pin_memory=True)
+    host.numpy()[...] = values  # torch would wake its threads to copy some thousand numbers
+    return host.to(device, non_blocking=True)
 
 
 class HostCopy:
