@@ -65,7 +65,7 @@ def check_compiler(settings: Settings) -> Iterator[Finding]:
         command = find_compiler()
     except BuildError as error:
         text = f"{error}; torch computes instead, several times slower"
-        yield warning("compiler", text, "apt install g++ (or dnf install gcc-c++), or set CXX")
+        yield warning("compiler", text, "apt install g++ (or dnf install gcc-c++), pip install ziglang, or set CXX")
         return
     yield ok("compiler", _first_line([*command, "--version"]) or " ".join(command))
     if settings.engine == "torch" and not settings.torch.native:

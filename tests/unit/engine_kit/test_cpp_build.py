@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine_kit.cpp_build import BuildError, load_library
+from baton.engine_kit.cpp_build import BuildError, find_compiler, load_library
 
 pytestmark = pytest.mark.process
 
@@ -32,6 +32,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_library_is_compiled_into_a_private_directory(source: Path, cache: Path) -> None:
     assert load_library([source], ()).one() == 1
     assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_compiler_of_the_system_is_preferred_to_one_from_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "clang++"
+    compiler.touch(mode=0o700)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_compiler() == [str(compiler)]
+    compiler.unlink()
+    assert find_compiler() == [sys.executable, "-m", "ziglang", "c++"]
+    monkeypatch.setenv("CXX", "g++")
+    with pytest.raises(BuildError, match=r"g\+\+ not found.*pip install ziglang"):
+        find_compiler()
 
 
 def test_a_directory_that_others_can_write_to_is_refused(source: Path, cache: Path) -> None:
