@@ -1,6 +1,6 @@
-"""`python -m bench.gpu`: the built-in engine on a GPU beside transformers, on random weights of known shapes.
+"""`python -m bench.gpu`: the built-in engine on a GPU beside transformers, and beside SGLang where that is installed.
 
-Nothing is downloaded. Speed is reported, never asserted.
+On random weights of known shapes: nothing is downloaded. Speed is reported, never asserted.
 """
 
 import argparse
@@ -12,26 +12,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 
-from bench.gpu_engine import EngineRun, Load
+from bench.gpu_engine import EngineRun
+from bench.gpu_loads import BATCHES, LENGTHS, MIXED, MIXED_MODEL, PROMPT, ROUNDS, TOKENS, Rates
 from bench.gpu_models import CONFIGS, LLAMA_8B, QWEN3_06B, write_model
 from bench.gpu_report import BATON, TRANSFORMERS, Figure, GpuResults, KernelTimes, to_markdown
+from bench.gpu_sglang import BACKENDS, is_installed, measure_sglang
 from bench.result_files import describe_machine, git_commit
 
 T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
-PROMPT = TOKENS = 128
-BATCHES = {LLAMA_8B: (1, 8, 64, 256), QWEN3_06B: (1, 8, 64, 256)}
 PEER_BATCHES = {LLAMA_8B: (1, 64, 256), QWEN3_06B: (64,)}
-LENGTHS = (2048, 8192)
-REQUESTS = 256
-ROUNDS = 3
 
 
 class Measured(NamedTuple):
@@ -46,10 +44,10 @@ class Measured(NamedTuple):
 def measure_baton(model: str, directory: Path) -> Measured:
     """Measure all rows of one model, then where the GPU's time goes: a profiler slows down what comes after it."""
     torch.zeros(1, device="cuda")  # the driver starts once, and not as a part of the engine
-    vocab = int(str(CONFIGS[model]["vocab_size"]))
-    first = EngineRun(directory, model, vocab)
+    first = EngineRun(directory, model)
     first.close()
-    run = EngineRun(directory, model, vocab)
+    run = EngineRun(directory, model)
+    rates = Rates(run, int(str(CONFIGS[model]["vocab_size"])))
     figures: list[Figure] = []
 
     def add(row: str, measure: Callable[[], float], rounds: int = ROUNDS) -> None:
@@ -58,21 +56,21 @@ def measure_baton(model: str, directory: Path) -> Measured:
 
     try:
         for batch in BATCHES[model]:
-            run.run([Load(run.prompt(PROMPT), 16) for _ in range(batch)])
-            add(f"decode, batch {batch}", lambda batch=batch: run.decode_rate(batch, PROMPT, TOKENS))  # type: ignore[misc]
+            run.run(rates.loads(batch, PROMPT, 16))
+            add(f"decode, batch {batch}", partial(rates.decode, batch, PROMPT, TOKENS))
         run.streamed(True)
         last = BATCHES[model][-1]
-        add(f"decode, batch {last}, streamed", lambda: run.decode_rate(last, PROMPT, TOKENS))
+        add(f"decode, batch {last}, streamed", partial(rates.decode, last, PROMPT, TOKENS))
         run.streamed(False)
         for length in LENGTHS:
-            run.prefill_rate(length, 2)
-            add(f"prefill, {length} tokens", lambda length=length: run.prefill_rate(length))  # type: ignore[misc]
-            add(f"one stream, context {length}", lambda length=length: run.decode_rate(1, length, TOKENS))  # type: ignore[misc]
-        if model == QWEN3_06B:
-            run.mixed_rate(REQUESTS)
-            add(f"{REQUESTS} requests, 100-1024 in and out", lambda: run.mixed_rate(REQUESTS), 2)
+            rates.prefill(length, 2)
+            add(f"prefill, {length} tokens", partial(rates.prefill, length))
+            add(f"one stream, context {length}", partial(rates.decode, 1, length, TOKENS))
+        if model == MIXED_MODEL:
+            rates.mixed()
+            add(MIXED, rates.mixed, 2)
         kernels = [
-            KernelTimes(model=model, load=load, milliseconds=run.kernel_times(batch, prompt, tokens))
+            KernelTimes(model=model, load=load, milliseconds=run.kernel_times(rates.loads(batch, prompt, tokens)))
             for load, batch, prompt, tokens in (
                 ("batch 1, 128 in and 64 out", 1, PROMPT, 64),
                 (f"batch {last}, 128 in and 64 out", last, PROMPT, 64),
@@ -120,10 +118,10 @@ def _generate_figures(model: str, peer: Any, vocab: int) -> list[Figure]:
     return figures
 
 
-def in_process(measure: Callable[[str, Path], T], model: str, directory: Path) -> T:
+def in_process(measure: Callable[..., T], *args: object) -> T:
     """Measure in a process of its own, so that no system has what another has left."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, model, directory).result()
+        return pool.submit(measure, *args).result()
 
 
 def main() -> None:
@@ -137,11 +135,18 @@ def main() -> None:
         sys.exit("there is no GPU here; bench.engine measures the CPU")
     measured: dict[str, Measured] = {}
     figures: list[Figure] = []
+    sglang_ready_s: dict[str, float] = {}
     for model in given.models:
         with tempfile.TemporaryDirectory(dir=given.scratch) as directory:
             write_model(model, Path(directory))
             measured[model] = in_process(measure_baton, model, Path(directory))
-            figures += [*measured[model].figures, *in_process(measure_transformers, model, Path(directory))]
+            figures += measured[model].figures
+            for backend in BACKENDS if is_installed() else ():
+                sglang_ready_s[f"{model}, {backend}"], found = in_process(
+                    measure_sglang, model, Path(directory), backend
+                )
+                figures += found
+            figures += in_process(measure_transformers, model, Path(directory))
     results = GpuResults(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=git_commit(),
@@ -149,10 +154,11 @@ def main() -> None:
         gpu=torch.cuda.get_device_name(),
         torch=str(torch.__version__),
         machine=describe_machine(),
-        first_ready_s={model: found.first_ready_s for model, found in measured.items()},
-        ready_s={model: found.ready_s for model, found in measured.items()},
+        first_ready_s={model: own.first_ready_s for model, own in measured.items()},
+        ready_s={model: own.ready_s for model, own in measured.items()},
+        sglang_ready_s=sglang_ready_s,
         figures=figures,
-        kernels=[times for found in measured.values() for times in found.kernels],
+        kernels=[times for own in measured.values() for times in own.kernels],
     )
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "gpu.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)))

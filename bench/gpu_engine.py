@@ -3,11 +3,9 @@
 import asyncio
 import gc
 import itertools
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -18,26 +16,17 @@ from baton.ports.engine import Work
 from baton.protocol.ids import RequestId
 from baton.protocol.outputs import TokenDelta
 from baton.protocol.requests import Sampling, StopConditions
+from bench.gpu_loads import Load
 
 COLLECT_S = 0.5
-TEMPERATURE = 0.6  # of nano-vllm's workload
-
-
-class Load(NamedTuple):
-    """One request: a prompt and how many tokens it gets."""
-
-    prompt: tuple[int, ...]
-    tokens: int
 
 
 class EngineRun:
     """A started engine and its event loop."""
 
-    def __init__(self, directory: Path, name: str, vocab: int) -> None:
+    def __init__(self, directory: Path, name: str) -> None:
         self._loop = asyncio.Runner()
         self._names = itertools.count()
-        self._random = random.Random(0)
-        self._vocab = vocab
         self._streamed = False
         began = time.monotonic()
         self._engine = TorchEngine(TorchOptions(device="cuda", context=32768), directory, name)
@@ -52,10 +41,6 @@ class EngineRun:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def prompt(self, length: int) -> tuple[int, ...]:
-        """Return a random prompt: no two share a prefix."""
-        return tuple(self._random.randrange(3, self._vocab) for _ in range(length))
-
     def streamed(self, streamed: bool) -> None:
         """Read every token when it comes, or the tokens of answers together."""
         self._streamed = streamed
@@ -64,32 +49,13 @@ class EngineRun:
         """Answer all requests at once; return the seconds it took."""
         return self._loop.run(self._run(loads, temperature))
 
-    def decode_rate(self, batch: int, prompt: int, tokens: int) -> float:
-        """Return tokens per second after the first ones: what a longer answer costs beyond one of a token."""
-        return batch * (tokens - 1) / (self._timed(batch, prompt, tokens) - self._timed(batch, prompt, 1))
-
-    def prefill_rate(self, length: int, rounds: int = 5) -> float:
-        """Return prompt tokens per second, of the median of some prompts."""
-        times = sorted(self._timed(1, length, 1) for _ in range(rounds))
-        return length / times[rounds // 2]
-
-    def mixed_rate(self, requests: int) -> float:
-        """Return generated tokens per second of nano-vllm's workload: 100 to 1,024 tokens in and out, at once."""
-        numbers = random.Random(1)
-        loads = [Load(self.prompt(numbers.randint(100, 1024)), numbers.randint(100, 1024)) for _ in range(requests)]
-        return sum(load.tokens for load in loads) / self.run(loads, TEMPERATURE)
-
-    def kernel_times(self, batch: int, prompt: int, tokens: int) -> dict[str, float]:
-        """Return the GPU's milliseconds by kernel for one such batch, the longest first."""
-        loads = [Load(self.prompt(prompt), tokens) for _ in range(batch)]
+    def kernel_times(self, loads: Sequence[Load]) -> dict[str, float]:
+        """Return the GPU's milliseconds by kernel for a batch, the longest first."""
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             self.run(loads)
             torch.cuda.synchronize()
         rows = [(one.key, one.self_device_time_total / 1e3) for one in recorded.key_averages()]
         return dict(sorted(rows, key=lambda row: -row[1])[:14])
-
-    def _timed(self, batch: int, prompt: int, tokens: int) -> float:
-        return self.run([Load(self.prompt(prompt), tokens) for _ in range(batch)])
 
     async def _start(self) -> "asyncio.Task[None]":
         await self._engine.start()
