@@ -160,9 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if measured:
             changed = source_digest() != source
-            write(
-                describe_run(measured, peers_catch_up=False, source_changed=changed, module="bench.edge"), options.out
-            )
+            write(describe_run(measured, source_changed=changed, module="bench.edge"), options.out)
     return 0 if all(cell.valid for cell in measured) else 1
 
 

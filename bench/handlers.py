@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(failure, file=sys.stderr)
         return 1
     changed = source_digest() != source
-    write(describe_run(cells, peers_catch_up=False, source_changed=changed, module="bench.handlers"), options.out)
+    write(describe_run(cells, source_changed=changed, module="bench.handlers"), options.out)
     return 0 if all(cell.valid for cell in cells) else 1
 
 

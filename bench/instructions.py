@@ -6,7 +6,6 @@ the two processes runs under callgrind at a time.
 """
 
 import http.client
-import os
 import re
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from bench.chat import HOST, chat_body
-from bench.systems import SystemFailed, check_response, free_port
+from bench.systems import SystemFailed, check_response, free_port, inherited_environment
 
 PROCESSES = ("frontend", "worker")
 START_TIMEOUT_S = 240.0
@@ -58,7 +57,6 @@ def counted_process(process: str, variables: Mapping[str, str], tokens: int) -> 
 @contextmanager
 def _running(process: str, variables: Mapping[str, str], directory: Path) -> Iterator[tuple[psutil.Popen, int]]:
     port = free_port()
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "BATON_"))}
     own = {"BATON_RUNTIME_DIRECTORY": str(directory / "discovery"), "PYTHONHASHSEED": "0"}
     flags = {"frontend": ("--port", str(port)), "worker": ("--engine", "echo", "--system-port", "0")}
     started: dict[str, psutil.Popen] = {}
@@ -69,7 +67,11 @@ def _running(process: str, variables: Mapping[str, str], directory: Path) -> Ite
                 command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={directory / 'counts'}", *command]
             with (directory / f"{name}.log").open("ab") as log:
                 started[name] = psutil.Popen(
-                    command, env={**inherited, **own, **variables}, stdout=log, stderr=log, start_new_session=True
+                    command,
+                    env={**inherited_environment(), **own, **variables},
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
         yield started[process], port
     finally:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
 import psutil
@@ -27,7 +28,17 @@ import baton
 from bench.load import OPEN_LINE, LoadResult, LoadSpec, raise_descriptor_limit
 from bench.report import to_markdown
 from bench.result_files import Cell, Kind, Results, describe_run, source_digest
-from bench.systems import FLAT_OUT_ONLY, LAUNCHES, RunningSystem, Setup, SystemFailed, running
+from bench.systems import (
+    BEFORE,
+    FLAT_OUT_ONLY,
+    LAUNCHES,
+    NEVER_STALLED,
+    PACED_ONLY,
+    RunningSystem,
+    Setup,
+    SystemFailed,
+    running,
+)
 
 TOKENS = 128
 FLAT_OUT_MS = 0.0
@@ -41,11 +52,18 @@ ANY_NUMBER = 1_000_000
 DEADLINE_S = 60.0
 PROFILE_STREAMS = 64
 PROFILE_LINES = 25
+Part = Literal["unpaced", "stalled", "paced", "idle"]
+PARTS: tuple[Part, ...] = get_args(Part)
+PEERS = tuple(name for name in LAUNCHES if name != BEFORE)
 
 
 @dataclass(frozen=True)
 class Plan:
-    systems: tuple[str, ...] = tuple(LAUNCHES)
+    systems: tuple[str, ...] = PEERS
+    before: Path | None = None
+    """A checkout of an older Baton to measure beside this one."""
+    parts: tuple[Part, ...] = PARTS
+    tokens: int = TOKENS
     flat_streams: tuple[int, ...] = (1, 16, 64, 256, 1024)
     paced_streams: tuple[int, ...] = (1, 16, 64, 256, 512, 1024)
     stall_streams: int = 16
@@ -53,15 +71,16 @@ class Plan:
     repeats: int = 3
     flat_s: float = 2.5
     """How long an unpaced cell starts requests."""
-    peers_catch_up: bool = False
     model_dir: Path = Path(baton.__file__).parent / "engines" / "echo" / "model"
 
     def setup(self, pace_ms: float, profile_dir: Path | None = None) -> Setup:
-        return Setup(pace_ms, self.model_dir, self.peers_catch_up, profile_dir)
+        return Setup(pace_ms, self.model_dir, profile_dir, self.before)
 
     def systems_at(self, pace_ms: float, repeat: int) -> list[str]:
         """The systems in the order of this repeat: the first one alternates."""
-        names = [name for name in self.systems if pace_ms == FLAT_OUT_MS or name not in FLAT_OUT_ONLY]
+        left_out = PACED_ONLY if pace_ms == FLAT_OUT_MS else FLAT_OUT_ONLY
+        older = (BEFORE,) if self.before is not None else ()
+        names = [name for name in (*self.systems, *older) if name not in left_out]
         start = repeat % max(1, len(names))
         return [*names[start:], *names[:start]]
 
@@ -75,7 +94,7 @@ def load_spec(plan: Plan, system: RunningSystem, streams: int, paced_requests: i
     return LoadSpec(
         port=system.port,
         streams=streams,
-        tokens=TOKENS,
+        tokens=plan.tokens,
         requests=paced_requests if paced else ANY_NUMBER,
         start_limit_s=DEADLINE_S if paced else plan.flat_s,
         request_timeout_s=DEADLINE_S,
@@ -85,12 +104,21 @@ def load_spec(plan: Plan, system: RunningSystem, streams: int, paced_requests: i
 def run_plan(plan: Plan) -> Iterator[Cell]:
     """Yield every cell as it is measured, so that an interrupted run keeps its results so far."""
     for repeat in range(plan.repeats):
-        with started(plan, FLAT_OUT_MS, repeat) as systems:
+        if {"unpaced", "stalled"}.intersection(plan.parts):
+            yield from run_unpaced(plan, repeat)
+        if "paced" in plan.parts:
+            with started(plan, PACED_MS, repeat) as systems:
+                yield from run_matrix(plan, systems, plan.paced_streams, repeat)
+    if "idle" in plan.parts:
+        yield from run_idle(plan)
+
+
+def run_unpaced(plan: Plan, repeat: int) -> Iterator[Cell]:
+    with started(plan, FLAT_OUT_MS, repeat) as systems:
+        if "unpaced" in plan.parts:
             yield from run_matrix(plan, systems, plan.flat_streams, repeat)
+        if "stalled" in plan.parts:
             yield from run_stall(plan, systems, repeat)
-        with started(plan, PACED_MS, repeat) as systems:
-            yield from run_matrix(plan, systems, plan.paced_streams, repeat)
-    yield from run_idle(plan)
 
 
 @contextmanager
@@ -112,7 +140,7 @@ def run_matrix(
 
 def run_stall(plan: Plan, systems: Sequence[RunningSystem], repeat: int) -> Iterator[Cell]:
     """Only unpaced: a paced server takes minutes to fill the buffers of a client."""
-    for system in systems:
+    for system in (each for each in systems if each.name not in NEVER_STALLED):
         spec = load_spec(plan, system, plan.stall_streams)
         yield measure(system, spec, "undisturbed", repeat)
         stalled = msgspec.structs.replace(
@@ -200,17 +228,18 @@ def print_progress(cell: Cell) -> None:
     )
 
 
-def write_results(results: Results, out: Path) -> None:
+def write_results(results: Results, out: Path, tokens: int = TOKENS) -> None:
     out.mkdir(parents=True, exist_ok=True)
     encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
-    (out / f"path-{results.date[:10]}.json").write_bytes(encoded)
-    (out / "path.md").write_text(to_markdown(results))
+    name = "path" if tokens == TOKENS else f"path-{tokens}-tokens"
+    (out / f"{name}-{results.date[:10]}.json").write_bytes(encoded)
+    (out / f"{name}.md").write_text(to_markdown(results))
 
 
 def write_profile(plan: Plan, out: Path) -> None:
-    """Load Baton alone with its worker under cProfile and write the most expensive functions."""
+    """Load Baton alone with its worker under cProfile, one token an event, and write the most expensive functions."""
     with tempfile.TemporaryDirectory(prefix="baton-profile-") as folder:
-        with running("baton", plan.setup(FLAT_OUT_MS, Path(folder))) as system:
+        with running("baton-eager", plan.setup(FLAT_OUT_MS, Path(folder))) as system:
             measure(system, load_spec(plan, system, PROFILE_STREAMS), "stream", 0)
         files = [str(file) for file in sorted(Path(folder).iterdir())]
         if not files:
@@ -230,7 +259,9 @@ def parse_plan(options: argparse.Namespace) -> Plan:
         flat_streams=options.streams or base.flat_streams,
         paced_streams=options.streams or base.paced_streams,
         repeats=options.repeats or base.repeats,
-        peers_catch_up=options.peers_catch_up,
+        before=options.before,
+        parts=options.parts,
+        tokens=options.tokens,
         model_dir=options.model_dir or base.model_dir,
     )
 
@@ -241,9 +272,15 @@ def comma_separated_counts(text: str) -> tuple[int, ...]:
 
 def comma_separated_systems(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    if unknown := set(names) - set(LAUNCHES):
+    if unknown := set(names) - set(PEERS):
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
     return names
+
+
+def comma_separated_parts(text: str) -> tuple[Part, ...]:
+    if unknown := set(text.split(",")) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+    return tuple(part for part in PARTS if part in text.split(","))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -251,10 +288,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small matrix, to check that everything runs")
     parser.add_argument("--streams", type=comma_separated_counts, metavar="N,N", help="concurrent streams")
     parser.add_argument("--repeats", type=int, help="how often each cell is measured")
-    parser.add_argument("--systems", type=comma_separated_systems, metavar="A,B", help=", ".join(LAUNCHES))
+    parser.add_argument("--systems", type=comma_separated_systems, metavar="A,B", help=", ".join(PEERS))
+    parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of an older Baton to measure beside it")
+    parser.add_argument(
+        "--parts", type=comma_separated_parts, default=PARTS, metavar="A,B", help=f"{', '.join(PARTS)} (all)"
+    )
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of an answer ({TOKENS})")
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results")
     parser.add_argument("--model-dir", type=Path, help="tokenizer and config for the reference worker")
-    parser.add_argument("--peers-catch-up", action="store_true", help="peers pace by the clock, as Baton does")
     parser.add_argument("--profile", action="store_true", help="only profile Baton's worker, unpaced")
     return parser.parse_args(arguments)
 
@@ -285,8 +326,8 @@ def run_and_write(plan: Plan, out: Path) -> int:
     finally:
         if cells:
             changed = source_digest() != source
-            results = describe_run(cells, peers_catch_up=plan.peers_catch_up, source_changed=changed)
-            write_results(results, out)
+            results = describe_run(cells, source_changed=changed)
+            write_results(results, out, plan.tokens)
     return 0 if all(cell.valid for cell in cells) else 1
 
 

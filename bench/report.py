@@ -8,6 +8,7 @@ from statistics import median
 import msgspec
 
 from bench.result_files import Cell, Kind, Results
+from bench.systems import BEFORE
 
 OURS = ("baton", "baton-eager")
 # With fewer streams, memory growth depends on the allocator and not on the streams.
@@ -15,6 +16,7 @@ MIN_STREAMS_FOR_MEMORY = 64
 
 # A cell is noisy if other processes kept more than this many cores busy.
 NOISY_CORES = 0.25
+OLDER = " `before` is an older Baton, with one event per token."
 CHANGED_SOURCE = "**The source changed during this run: the results of Baton mix versions. Run it again.**"
 
 Measure = Callable[[Cell], float | None]
@@ -120,7 +122,6 @@ def to_markdown(results: Results) -> str:
 def heading(results: Results) -> str:
     machine = results.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    peers = "so do the peers" if results.peers_catch_up else "the peers sleep before each, so delays add up"
     return (
         "# Cost of the request path\n\n"
         f"`{results.command}`, {results.date}, commit {results.commit or 'unknown'}. "
@@ -131,8 +132,10 @@ def heading(results: Results) -> str:
         "merged tokens, which makes each cheaper: compare tokens/s of two systems only at the same tokens/event; "
         "otherwise see events/s and CPU/event. `baton-eager` is Baton with one event per token, like the peers "
         "(`flush_interval_ms` 0, `echo.burst` 1). `reference` is the same runtime with a pull handler that yields "
-        "one dict per token. Baton's echo engine "
-        f"paces by the clock and catches up after late tokens; {peers}."
+        "one dict per token; `push` sends them from the event loop, which is the least that a worker in Python can do. "
+        "Paced, Baton's echo engine generates a token of each stream at once, by the clock, and so do `push` and "
+        "`reference-steps`, the same pull handler. The other peers sleep before each token of a stream: delays add up, "
+        "and streams are spread over time." + OLDER * any(cell.system == BEFORE for cell in results.cells)
     )
 
 

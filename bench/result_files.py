@@ -71,22 +71,17 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     date: str
     commit: str
     command: str
-    peers_catch_up: bool
-    """Whether paced peers caught up after late tokens, as Baton's echo engine does."""
     source_changed: bool
     """Whether Baton's source files changed during the run, in which processes are started repeatedly."""
     machine: Machine
     cells: list[Cell]
 
 
-def describe_run(
-    cells: list[Cell], *, peers_catch_up: bool, source_changed: bool, module: str = "bench.path"
-) -> Results:
+def describe_run(cells: list[Cell], *, source_changed: bool, module: str = "bench.path") -> Results:
     return Results(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=git_commit(),
         command=shlex.join(["python", "-m", module, *sys.argv[1:]]),
-        peers_catch_up=peers_catch_up,
         source_changed=source_changed,
         machine=describe_machine(),
         cells=cells,

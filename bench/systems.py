@@ -45,8 +45,9 @@ class Setup:
 
     pace_ms: float
     model_dir: Path
-    peers_catch_up: bool = False
     profile_dir: Path | None = None
+    before: Path | None = None
+    """A checkout of an older Baton, for `before`."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,27 @@ def eager_baton_launches(setup: Setup, site: Site) -> list[Launch]:
     return [Launch(launch.argv, launch.env | eager) for launch in baton_launches(setup, site)]
 
 
-def reference_launches(setup: Setup, site: Site) -> list[Launch]:
+def older_baton_launches(setup: Setup, site: Site) -> list[Launch]:
+    """`baton-eager` of an older checkout, in the environment of this one."""
+    if setup.before is None:
+        raise SystemFailed("before: no checkout is given")
+    older = {"PYTHONPATH": str(setup.before / "src")}
+    return [Launch(launch.argv, launch.env | older) for launch in eager_baton_launches(setup, site)]
+
+
+def reference_launches(setup: Setup, site: Site, *options: str) -> list[Launch]:
     env = LOOPBACK_RUNTIME | {"DYN_FILE_KV": str(site.work_dir / "discovery")}
-    worker = ("bench.peers.reference_worker", "--model-dir", str(setup.model_dir), *pacing(setup))
+    worker = ("bench.peers.reference_worker", "--model-dir", str(setup.model_dir), *pacing(setup), *options)
     frontend = ("bench.peers.reference_frontend", "--port", str(site.port))
     return [Launch(frontend, env), Launch(worker, env)]
+
+
+def stepping_launches(setup: Setup, site: Site) -> list[Launch]:
+    return reference_launches(setup, site, "--steps")
+
+
+def push_launches(setup: Setup, site: Site) -> list[Launch]:
+    return reference_launches(setup, site, "--steps", "--push")
 
 
 def fastapi_launches(setup: Setup, site: Site) -> list[Launch]:
@@ -97,17 +114,25 @@ def fastapi_launches(setup: Setup, site: Site) -> list[Launch]:
 
 
 def pacing(setup: Setup) -> list[str]:
-    return ["--pace-ms", str(setup.pace_ms), *(["--catch-up"] if setup.peers_catch_up else [])]
+    return ["--pace-ms", str(setup.pace_ms)]
 
 
+BEFORE = "before"
 LAUNCHES: dict[str, Callable[[Setup, Site], list[Launch]]] = {
     "baton": baton_launches,
     "reference": reference_launches,
+    "reference-steps": stepping_launches,
+    "push": push_launches,
     "fastapi": fastapi_launches,
     "baton-eager": eager_baton_launches,
+    BEFORE: older_baton_launches,
 }
 # At a pace slower than Baton's flush interval the two are the same.
 FLAT_OUT_ONLY = {"baton-eager"}
+# Unpaced it is the reference.
+PACED_ONLY = {"reference-steps"}
+# A client that does not read blocks all streams of `push`; an older Baton is there for its costs.
+NEVER_STALLED = {"push", BEFORE}
 
 
 def role_of(argv: Sequence[str]) -> str:
@@ -171,16 +196,20 @@ def running(
 
 def start(launch: Launch, work_dir: Path) -> psutil.Popen:
     """Start one program in its own session, with its output in the log of the working directory."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "BATON_"))}
     with (work_dir / "log").open("ab") as log:
         return psutil.Popen(
             [sys.executable, "-m", *launch.argv],
-            env=inherited | {"TMPDIR": str(work_dir)} | launch.env,
+            env=inherited_environment() | {"TMPDIR": str(work_dir)} | launch.env,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
+
+
+def inherited_environment() -> dict[str, str]:
+    """The variables that systems get from this process: none that configures them, or the runtime's stack traces."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "BATON_", "RUST_"))}
 
 
 def stop(roots: Sequence[psutil.Process]) -> None:

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from bench.peers.pace import Wait, new_wait
+from bench.peers.pace import Wait, sleeping
 
 
 class Message(BaseModel):
@@ -83,12 +83,12 @@ async def stream_chat(request: ChatRequest, wait: Wait) -> AsyncIterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-def create_app(pace_s: float, catch_up: bool) -> FastAPI:
+def create_app(pace_s: float) -> FastAPI:
     app = FastAPI()
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest) -> StreamingResponse:
-        events = stream_chat(request, new_wait(pace_s, catch_up))
+        events = stream_chat(request, sleeping(pace_s))
         return StreamingResponse(events, media_type="text/event-stream")
 
     return app
@@ -98,10 +98,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--pace-ms", type=float, default=0.0)
-    parser.add_argument("--catch-up", action="store_true")
     options = parser.parse_args()
     uvicorn.run(
-        create_app(options.pace_ms / 1000, options.catch_up),
+        create_app(options.pace_ms / 1000),
         host="127.0.0.1",
         port=options.port,
         loop="uvloop",

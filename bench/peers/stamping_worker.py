@@ -16,7 +16,7 @@ import uvloop
 from baton.config.runtime import RuntimeOptions
 from baton.ports.runtime import Context, Service, Wire
 from baton.runtimes.dynamo.environment import environment
-from bench.peers.pace import new_wait
+from bench.peers.pace import by_clock
 
 STOP_S = 1.0
 
@@ -43,7 +43,7 @@ class _Request(msgspec.Struct):
 async def generate(request: Wire, context: Context) -> AsyncGenerator[Wire, None]:
     """Yield numbered tokens, each with the time at which it was sent."""
     fields = msgspec.convert(request, _Request)
-    wait = new_wait(fields.pace_ms / 1000, catch_up=True)
+    wait = by_clock(fields.pace_ms / 1000)
     cancelled = asyncio.Event()
     context.on_cancel(cancelled.set)
     for number in range(fields.stop_conditions.max_tokens):

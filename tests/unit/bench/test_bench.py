@@ -1,5 +1,7 @@
 """The request path benchmark: counting events in raw reads, percentiles, process roles and the report."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -9,7 +11,7 @@ from bench.report import to_markdown
 from bench.result_files import Cell, Machine, Results
 from bench.sse import ResponseScanner
 from bench.stalled import queued_bytes
-from bench.systems import SystemFailed, check_response, role_of
+from bench.systems import LAUNCHES, Site, SystemFailed, check_response, role_of
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENTS = [
@@ -82,6 +84,29 @@ def test_the_first_system_alternates_between_repeats() -> None:
     firsts = [plan.systems_at(0.0, repeat)[0] for repeat in range(4)]
     assert firsts == ["baton", "fastapi", "baton-eager", "baton"]
     assert plan.systems_at(20.0, 0) == ["baton", "fastapi"]
+
+
+def test_an_older_baton_is_measured_beside_this_one_where_its_checkout_is_given(tmp_path: Path) -> None:
+    plan = parse_plan(parse_arguments(["--before", str(tmp_path), "--systems", "baton", "--tokens", "1024"]))
+    assert plan.systems_at(0.0, 0) == ["baton", "before"]
+    assert plan.tokens == 1024
+    site = Site(8000, tmp_path)
+    [older], [eager] = (LAUNCHES[name](plan.setup(0.0), site) for name in ("before", "baton-eager"))
+    assert older.env == {**eager.env, "PYTHONPATH": str(tmp_path / "src")}
+    assert older.argv == eager.argv
+    assert parse_plan(parse_arguments([])).systems_at(0.0, 0) == [
+        "baton",
+        "reference",
+        "push",
+        "fastapi",
+        "baton-eager",
+    ]
+
+
+def test_parts_of_a_run_can_be_chosen() -> None:
+    assert parse_plan(parse_arguments(["--parts", "paced,unpaced"])).parts == ("unpaced", "paced")
+    with pytest.raises(SystemExit):
+        parse_arguments(["--parts", "all"])
 
 
 def test_unread_bytes_are_counted_at_both_ends_of_the_connection() -> None:
@@ -167,7 +192,6 @@ def results(cells: list[Cell], source_changed: bool = False) -> Results:
         date=date,
         commit="",
         command="run",
-        peers_catch_up=False,
         source_changed=source_changed,
         machine=machine,
         cells=cells,

@@ -54,7 +54,6 @@ def lines(cells: list[Cell]) -> dict[str, list[str]]:
         date="2026-01-01",
         commit="abc",
         command="x",
-        peers_catch_up=False,
         source_changed=False,
         machine=machine,
         cells=cells,
