@@ -206,7 +206,7 @@ def test_leaving_a_late_prefill_frees_both_workers_once_it_is_computed(late: Ser
 
 def test_leaving_the_queue_of_late_prefills_frees_everything(late: Serve, note: Note) -> None:
     ended = rooms(late)
-    connections = [late.open(COMPLETIONS, asking(LONG_TOKENS // 8)) for _ in range(4)]
+    connections = [late.open(COMPLETIONS, asking(LONG_TOKENS // 2)) for _ in range(4)]
     eventually(lambda: Reading(late, PREFILL).held.get("in_flight") == 4, what="one is computed and three wait")
     for connection in connections:
         connection.close()

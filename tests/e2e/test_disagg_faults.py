@@ -200,7 +200,8 @@ async def prefill_clients(pair: Pair) -> AsyncGenerator[tuple[Client, BlockMemor
     await runtime.start()
     try:
         client, teller = [await runtime.client(f"baton.prefill.{endpoint}") for endpoint in ("generate", "kv")]
-        await client.ready(10)
+        for each in (client, teller):
+            await each.ready(10)
         async with aclosing(teller.call({})) as answers:
             [shape] = [convert(answer, KvShape) async for answer in answers]
         planes, block = 2 * shape.layers, shape.block_size * shape.kv_heads * shape.head_dim * 4

@@ -60,7 +60,8 @@ def flat_out(start_shared: Callable[..., Serve]) -> Iterator[Serve]:
 
 def test_slow_readers_get_everything(flat_out: Serve) -> None:
     prompt, tokens = "a slow reader misses nothing. ", 80_000
-    connections = [flat_out.open(CHAT, body(prompt, tokens, stream=True), receive_buffer=4096) for _ in range(4)]
+    # Into a smaller buffer the kernel now and then sends two segments per delayed acknowledgement: 30 KB a second.
+    connections = [flat_out.open(CHAT, body(prompt, tokens, stream=True), receive_buffer=65_536) for _ in range(4)]
     received = [b""] * len(connections)
     ended = [False] * len(connections)
     try:

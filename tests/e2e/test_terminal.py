@@ -145,7 +145,9 @@ def test_top_shows_a_running_request_once_and_as_json(serve: Serve) -> None:
     body = {"model": "echo", "prompt": "Count the stars", "max_tokens": 100_000, "stream": True}
     with serve.open("/v1/completions", body):
         worker = eventually(
-            lambda: next((row for row in _rows(serve) if row["in_flight"] and row["tokens_per_s"]), None)
+            lambda: next(
+                (row for row in _rows(serve) if row["in_flight"] and row["used_blocks"] and row["tokens_per_s"]), None
+            )
         )
     assert worker["name"] == f"{serve.port}/worker-0"
     assert (worker["role"], worker["model"], worker["state"]) == ("aggregated", "echo", "serving")

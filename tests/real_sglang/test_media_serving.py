@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import Serve
-from tests.real_sglang.hardware import ON_GPU, SERVED
+from tests.real_sglang.hardware import ON_GPU, SAME_ANSWERS, SERVED
 from tests.real_sglang.media_prompts import FILES, Parts, tokens_of
 from tests.real_sglang.media_prompts import PROMPTS as ALONE
 from tests.real_sglang.test_serving import OVER_NIXL, STOP
@@ -56,6 +56,10 @@ def ask(serve: Serve, parts: Parts, **options: Any) -> Any:
     return serve.client(strict=False).chat.completions.create(model=MODEL, messages=messages, **(asked | options))
 
 
+def text_of(answer: Any) -> Any:
+    return answer.choices[0].message.content
+
+
 @pytest.fixture(scope="module")
 def answers(start_shared: Callable[..., Serve], model: str) -> dict[str, Any]:
     """What one worker answers that does everything. It has ended: few SGLangs run at the same time."""
@@ -82,7 +86,7 @@ def test_a_request_without_a_limit_ends_with_the_context(answers: dict[str, Any]
 
 
 def test_answers_depend_on_the_media(answers: dict[str, Any]) -> None:
-    assert len({answers[name].choices[0].message.content for name in PROMPTS}) == len(PROMPTS)
+    assert len({text_of(answers[name]) for name in PROMPTS}) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -92,12 +96,12 @@ def test_every_layout_gives_the_same_answers(
     args, workers = LAYOUTS[layout]
     serve = started(start_shared, model, args, **workers)
     try:
-        for name, parts in PROMPTS.items():
-            answer = ask(serve, parts)
-            assert answer.choices[0].message.content == answers[name].choices[0].message.content, name
+        found = {name: ask(serve, parts) for name, parts in PROMPTS.items()}
+        found["unlimited"] = ask(serve, PROMPTS["one image"], max_tokens=None)
+        same = {name: text_of(found[name]) == text_of(answers[name]) for name in answers}
+        assert sum(same.values()) >= SAME_ANSWERS * len(same), same
+        for name, answer in found.items():
             assert answer.usage.prompt_tokens == answers[name].usage.prompt_tokens, name
-        unlimited = ask(serve, PROMPTS["one image"], max_tokens=None)
-        assert unlimited.usage == answers["unlimited"].usage
-        assert unlimited.choices[0].message.content == answers["unlimited"].choices[0].message.content
+        assert found["unlimited"].usage == answers["unlimited"].usage
     finally:
         serve.stop()
