@@ -110,10 +110,16 @@ def test_few_files() -> None:
 
 
 @pytest.mark.slow
-def test_no_compiler(tmp_path: Path) -> None:
-    found = one(doctor(PATH=str(tmp_path), CXX=""), "compiler", "warning")
+def test_no_compiler() -> None:
+    found = one(doctor(CXX="/nowhere/g++"), "compiler", "warning")
+    assert "no C++ compiler" in found["text"]
     assert "apt install g++" in found["mend"]
-    assert "no C++ compiler" in one(doctor(CXX="/nowhere/g++"), "compiler", "warning")["text"]
+    assert "pip install ziglang" in found["mend"]
+
+
+@pytest.mark.slow
+def test_a_compiler_that_pip_has_installed(tmp_path: Path) -> None:
+    assert "clang" in one(doctor(PATH=str(tmp_path), CXX=""), "compiler", "ok")["text"]
 
 
 @pytest.mark.slow

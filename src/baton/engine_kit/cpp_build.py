@@ -5,6 +5,7 @@ The directory must belong to the user, or root, and be writable by nobody else.
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -17,7 +18,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from baton.config.directories import native_directory
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 
 # Zig first compiles the C++ library, which takes a minute.
 COMPILE_TIMEOUT_S = 300.0
+LOCK_INTERVAL_S = 0.05
 FLAGS = ("-std=c++17", "-fvisibility=hidden", "-fPIC", "-shared")
 TARGETS = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
 CPU_FIELDS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
@@ -41,8 +45,8 @@ class BuildError(Exception):
 def load_library(sources: Sequence[Path], flags: tuple[str, ...]) -> ctypes.CDLL:
     """Return the library compiled from the first of `sources`, which may include the others. Raises BuildError.
 
-    CXX and CXXFLAGS are respected. May be called from several threads and processes at once. Blocks for seconds when it
-    compiles, with Zig for a minute the first time.
+    CXX and CXXFLAGS are respected. May be called from several threads and processes at once: one compiles, all wait.
+    Blocks for seconds when it compiles, with Zig for a minute the first time.
     """
     try:
         return _load(tuple(sources), flags, *compiler(), native_directory())
@@ -84,6 +88,14 @@ def _compiler(named: str, search: str) -> list[str]:
     )
 
 
+def _is_zig(command: list[str]) -> bool:
+    return command[1:3] == ["-m", "ziglang"]
+
+
+def _name(command: list[str]) -> str:
+    return "Zig" if _is_zig(command) else command[0]
+
+
 def _built(sources: tuple[Path, ...], command: list[str], cache: Path) -> Path:
     """Return the path of the library; compile it if it is not in the cache, or if another user can have written it.
 
@@ -95,15 +107,46 @@ def _built(sources: tuple[Path, ...], command: list[str], cache: Path) -> Path:
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
     library = cache / f"{digest}.so"
     make_private_directory(cache)
-    if _is_trusted(library):
-        return library
-    with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as scratch:
+    if not _is_trusted(library):
+        with _locked(cache):
+            if not _is_trusted(library):
+                _compile_into(library, sources[0], command)
+    return library
+
+
+def _compile_into(library: Path, source: Path, command: list[str]) -> None:
+    hint = ": a minute, the first time" if _is_zig(command) else ""
+    log.info("compiling %s with %s%s", source.name, _name(command), hint)
+    with tempfile.TemporaryDirectory(dir=library.parent, ignore_cleanup_errors=True) as scratch:
         fresh = Path(scratch) / library.name
-        _compile([*command, str(sources[0]), "-o", str(fresh)], Path(scratch) / "messages")
+        _compile([*command, str(source), "-o", str(fresh)], Path(scratch) / "messages")
         fresh.chmod(PRIVATE_FILE)
         os.replace(fresh, library)
-    log.info("compiled %s into %s", sources[0].name, library)
-    return library
+    log.info("compiled %s into %s", source.name, library)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a lock that processes share; if none lets go of it within a compilation's time, go on without it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + COMPILE_TIMEOUT_S
+        while not _try_lock(descriptor) and time.monotonic() < deadline:
+            time.sleep(LOCK_INTERVAL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Return whether there is nothing to wait for."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks
+        log.debug("%s", error)
+    return True
 
 
 def _is_trusted(library: Path) -> bool:
@@ -121,11 +164,13 @@ def _compile(command: list[str], messages: Path) -> None:
         try:
             status = process.wait(COMPILE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise BuildError(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
+            raise BuildError(f"{_name(command)} took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if status:
         text = messages.read_text(errors="replace").strip()
-        raise BuildError(f"{command[0]} failed with status {status}: {text.splitlines()[0] if text else 'no message'}")
+        raise BuildError(
+            f"{_name(command)} failed with status {status}: {text.splitlines()[0] if text else 'no message'}"
+        )

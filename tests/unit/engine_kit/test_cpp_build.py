@@ -47,12 +47,42 @@ def test_a_compiler_of_the_system_is_preferred_to_one_from_pip(monkeypatch: pyte
         find_compiler()
 
 
+def test_without_any_compiler_it_says_which_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(BuildError, match=r"g\+\+, c\+\+ or clang\+\+ not found.*apt install g\+\+"):
+        find_compiler()
+
+
 def test_a_directory_that_others_can_write_to_is_refused(source: Path, cache: Path) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     with pytest.raises(BuildError, match="chmod go-w"):
         load_library([source], ())
     assert not list(cache.iterdir())
+
+
+# Compiles once all processes are about to: those that do not wait for it would compile too.
+COMPILER = """#!/bin/sh
+case "$*" in
+*--version) echo "$$" >> {0}/asked ;;
+*)  echo "$$" >> {0}/compiled
+    for turn in $(seq 600); do [ "$(wc -l < {0}/asked)" -lt 3 ] && sleep 0.1; done ;;
+esac
+exec g++ "$@"
+"""
+LOADS = "import sys; from pathlib import Path; from baton.engine_kit.cpp_build import load_library as load; "
+
+
+def test_of_several_processes_one_compiles(source: Path, cache: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(tmp_path))
+    compiler.chmod(0o700)
+    command = [sys.executable, "-c", LOADS + "assert load([Path(sys.argv[1])], ()).one() == 1", str(source)]
+    loading = [subprocess.Popen(command, env={**os.environ, "CXX": str(compiler)}) for _ in range(3)]
+    assert [each.wait(60) for each in loading] == [0, 0, 0]
+    assert len((tmp_path / "compiled").read_text().splitlines()) == 1
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can give files away")
