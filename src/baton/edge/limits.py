@@ -21,7 +21,6 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     headers: int = 128
     pipelined: int = 32
     handshake_timeout_s: float = 10.0
-    """How long a TLS handshake may take; `max_connections` counts a connection after it."""
     head_timeout_s: float = 20.0
     body_timeout_s: float = 30.0
     body_bytes_per_s: int = MIB // 16
@@ -32,6 +31,7 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     linger_timeout_s: float = 2.0
     """How long a refused client may go on sending before its connection is closed."""
     max_connections: int = 1000
+    """With TLS handshakes: the oldest of them ends where a further connection would be one too many."""
     max_exchanges: int = 500
 
 

@@ -20,6 +20,7 @@ from baton.edge.limits import EdgeLimits
 from baton.edge.messages import Headers, Request
 from baton.edge.models import KnownModels
 from baton.edge.routes import RouteTable
+from baton.edge.tls_listener import TlsListener
 from baton.edge.upstream import UpstreamPool
 from baton.errors import ConfigError
 from baton.timelines.ring import TimelineRing
@@ -63,7 +64,7 @@ class Edge:
         self._connections: dict[ClientConnection, None] = {}  # the oldest first
         self._all_closed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | TlsListener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._date = b""
         self.address = ""
@@ -77,13 +78,12 @@ class Edge:
         self.address, self.port = listener.getsockname()[:2]
         self._loop = asyncio.get_running_loop()
         self._set_date()
-        self._server = await self._loop.create_server(
-            lambda: ClientConnection(self),
-            sock=listener,
-            backlog=BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=self.limits.handshake_timeout_s if self._tls is not None else None,
-        )
+        if self._tls is None:
+            self._server = await self._loop.create_server(self._make_connection, sock=listener, backlog=BACKLOG)
+        else:
+            self._server = TlsListener(
+                listener, self._tls, self._make_connection, self.limits.handshake_timeout_s, self._room
+            )
         self.start_task(self._tick())
         self.start_task(self._watch_models())
 
@@ -129,6 +129,12 @@ class Edge:
         return Fetch(self.pool, self.upstream_host).get(path, request_id)
 
     # Connections.
+
+    def _make_connection(self) -> ClientConnection:
+        return ClientConnection(self)
+
+    def _room(self) -> int:
+        return self.limits.max_connections - len(self._connections)
 
     def add(self, connection: ClientConnection) -> bool:
         """Note a new connection; return whether there is room for it. The oldest one without a request makes room."""

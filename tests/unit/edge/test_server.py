@@ -1,7 +1,9 @@
 """The listener: TLS, and what a stop does."""
 
 import asyncio
+import errno
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from baton.edge.limits import EdgeLimits
 from baton.edge.server import tls_context
+from baton.edge.tls_listener import TlsListener
 from baton.errors import ConfigError
 from tests.unit.edge.stage import EVENTS_HEAD, HOST, Client, Received, chunk, get, on_uvloop, post, stage
 from tests.unit.edge.test_connection import CHAT
@@ -45,6 +48,69 @@ async def test_a_handshake_that_takes_too_long_is_ended(certificate: tuple[str, 
     async with stage(tls=tls_context(*certificate), limits=EdgeLimits(handshake_timeout_s=0.1)) as s:
         client = await s.connect()
         assert await client.closed() == b""
+
+
+@pytest.mark.process
+@on_uvloop
+async def test_handshakes_count_as_connections_and_the_oldest_makes_room(certificate: tuple[str, str]) -> None:
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    trusting.check_hostname = False
+    async with stage(tls=tls_context(*certificate), limits=EdgeLimits(max_connections=3)) as s:
+        client = Client(*await asyncio.open_connection(HOST, s.edge.port, ssl=trusting))
+        s.clients.append(client)
+        silent = [await s.connect() for _ in range(4)]
+        assert [await each.closed() for each in silent[:2]] == [b"", b""]
+        another = Client(*await asyncio.open_connection(HOST, s.edge.port, ssl=trusting))
+        s.clients.append(another)
+        assert await silent[2].closed() == b""
+        for each in (client, another):
+            each.send(post(CHAT, b"{}"))
+            assert (await each.answer())[0] == 200
+        assert not silent[3].reader.at_eof()
+
+
+class _WithoutFiles(socket.socket):
+    failures = 2
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+@pytest.mark.process
+@on_uvloop
+async def test_a_listener_that_has_no_files_for_a_moment_accepts_after_it(certificate: tuple[str, str]) -> None:
+    tls = tls_context(*certificate)
+    assert tls is not None
+    sock = _WithoutFiles()
+    sock.setblocking(False)
+    sock.bind((HOST, 0))
+    sock.listen()
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    trusting.check_hostname = False
+    listener = TlsListener(sock, tls, asyncio.Protocol, 5.0, lambda: 1)
+    try:
+        _, writer = await asyncio.open_connection(HOST, sock.getsockname()[1], ssl=trusting)
+        assert sock.failures == 0
+        writer.transport.abort()
+    finally:
+        listener.close()
+        listener.close()
+
+
+@pytest.mark.process
+@on_uvloop
+async def test_a_stop_ends_handshakes(certificate: tuple[str, str]) -> None:
+    async with stage(tls=tls_context(*certificate)) as s:
+        silent, stranger = await s.connect(), await s.connect()
+        stranger.send(b"GET / HTTP/1.1\r\n\r\n")  # this is no TLS
+        assert await stranger.closed() == b""
+        s.edge.drain()
+        assert await silent.closed() == b""
+        with pytest.raises(ConnectionRefusedError):
+            await s.connect()
 
 
 @pytest.mark.process
