@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from baton.config.directories import supervisor_directory
+from baton.config.owned_directory import owned_directory
 from baton.config.settings import Settings, endpoint_url
 from baton.control.process_entries import published_entry
 from baton.engines.registry import prepare_model
@@ -20,7 +21,6 @@ from baton.topology.instances import endpoint_port, refuse_taken_address
 from baton.topology.operations import Operations
 from baton.topology.own_endpoint import OwnEndpoint
 from baton.topology.process_logs import refuse_unusable_log_dir
-from baton.topology.run_directory import run_directory
 from baton.topology.start_display import show_start
 from baton.topology.startup import send_first_request, wait_for_models
 from baton.topology.stopping import report_stop, stop_on_hangup
@@ -39,7 +39,7 @@ def run_supervisor(settings: Settings, terminal: Terminal) -> int:
     refuse_unusable_log_dir(settings)
     settings = prepare_model(settings)
     set_process_title("serve", "serve", settings.first_name)
-    with run_directory() as run_dir, endpoint_port(settings) as settings:
+    with owned_directory() as run_dir, endpoint_port(settings) as settings:
         return uvloop.run(_main(settings, run_dir, terminal))
 
 

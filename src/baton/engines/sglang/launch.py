@@ -13,15 +13,14 @@ import atexit
 import logging
 import multiprocessing
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.config.owned_directory import owned_directory
 from baton.engine_kit.bound_children import children_bound_to_this_thread
 from baton.engine_kit.threads import fail, post, resolve
 from baton.engines.sglang.sglang_types import Engine, Manager, ServerArgs
@@ -40,7 +39,8 @@ class Launch:
     """One start of SGLang. Every method is called from the event loop."""
 
     def __init__(self, make_args: Callable[[], ServerArgs]) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="baton-sglang-"))
+        self._files = ExitStack()
+        self.directory = self._files.enter_context(owned_directory("sglang"))
         self._make_args = make_args
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
@@ -66,7 +66,7 @@ class Launch:
             with suppress(TimeoutError):
                 async with asyncio.timeout(KILL_EVERY_S):
                     await self._over.wait()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._files.close()
 
     def _main(self) -> None:
         try:

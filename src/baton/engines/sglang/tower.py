@@ -3,12 +3,11 @@
 All methods block and belong to one thread.
 """
 
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
+from baton.config.owned_directory import owned_directory
 from baton.engines.sglang.launch import restored_settings
 from baton.engines.sglang.preprocessing import Patches
 from baton.engines.sglang.server_args import Arguments, make_server_args
@@ -27,12 +26,13 @@ class Tower:
         from sglang.srt.runtime_context import publish
 
         server_args = make_server_args(arguments, {})
-        self._directory = tempfile.TemporaryDirectory(prefix="baton-sglang-")
+        self._files = ExitStack()
+        directory = self._files.enter_context(owned_directory("sglang"))
         try:
             with restored_settings(server_args.log_level):
                 publish(server_args, role="encoder")
                 # SGLang's layers need a group of processes, if only of this one.
-                meeting = Path(self._directory.name, "group").as_uri()
+                meeting = (directory / "group").as_uri()
                 self._encoder: Any = MMEncoder(server_args, dist_init_method=meeting)
         except BaseException as error:
             self.close()
@@ -58,7 +58,7 @@ class Tower:
         with suppress(Exception):  # whatever of it exists
             destroy_model_parallel()
             destroy_distributed_environment()
-        self._directory.cleanup()
+        self._files.close()
 
     def _data_item(self, patches: Patches) -> Any:
         import torch

@@ -1,4 +1,4 @@
-"""The directory of one run of the supervisor, removed at its end; by a later run if the supervisor was killed."""
+"""Temporary directories of a process, removed when it ends; by a later process of the same user if it was killed."""
 
 import fcntl
 import os
@@ -13,19 +13,21 @@ from baton.config.private_files import open_private
 from baton.errors import ConfigError
 
 PREFIX = "baton-"
+"""What the names of all of them begin with."""
 LOCK_NAME = "run.lock"
 
 
 @contextmanager
-def run_directory() -> Iterator[Path]:
-    """A directory of this user for the sockets of one run, and for discovery. Raises ConfigError.
+def owned_directory(name: str = "") -> Iterator[Path]:
+    """A directory that only this user can read, with `name` in its name. Raises ConfigError.
 
     The lock in it is held as long as this process lives. Directories whose lock nobody holds are removed first.
     """
     with ExitStack() as stack:
         try:
             _remove_abandoned(Path(tempfile.gettempdir()))
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)))
+            prefix = f"{PREFIX}{name}-" if name else PREFIX
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)))
             fcntl.flock(stack.enter_context(open_private(path / LOCK_NAME, os.O_EXCL)), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
@@ -36,14 +38,14 @@ def run_directory() -> Iterator[Path]:
 
 def _remove_abandoned(parent: Path) -> None:
     for path in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it is being made or removed, or its run goes on
+        with suppress(OSError):  # it is being made or removed, or its process lives
             status = path.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                 _remove_unlocked(path)
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Remove the directory of a run that has ended. Raises OSError if it has no lock, or one that is held."""
+    """Remove the directory of a process that has ended. Raises OSError if it has no lock, or one that is held."""
     descriptor = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
