@@ -104,9 +104,13 @@ class TestDynamoRuntime(RuntimeContract):
             try:
                 endpoint = await runtime.serve(PATH, Service(_echo, _as_it_is, _as_it_is))
                 await endpoint.register_model(msgspec.structs.replace(CARD, directory=str(directory)))
-                for entry in filter(Path.is_file, found.rglob("*")):
-                    entry.unlink()
-                await eventually(lambda: not endpoint.is_registered)
+
+                def lose() -> bool:
+                    for entry in filter(Path.is_file, found.rglob("*")):
+                        entry.unlink(missing_ok=True)  # the runtime may be renaming it
+                    return not endpoint.is_registered
+
+                await eventually(lose)
                 directory.rename(moved)
                 with pytest.raises(PeerLost, match="does not accept"):
                     await runtime.restore()
