@@ -25,10 +25,9 @@ class Fetch:
         self._connection: UpstreamConnection | None = None
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def get(self, path: str, request_id: str = "") -> tuple[int, bytes]:
+    async def get(self, path: str) -> tuple[int, bytes]:
         """Return status and body. Raises BatonError without an answer."""
-        headers = [(b"host", self._host)] + ([(b"x-request-id", request_id.encode())] if request_id else [])
-        self.begin(request_head(b"GET", path.encode(), headers), b"")
+        self.begin(request_head(b"GET", path.encode(), [(b"host", self._host)]), b"")
         return await self.answer(TIMEOUT_S)
 
     def begin(self, head: bytes, body: bytes, limit: int | None = None) -> bool:

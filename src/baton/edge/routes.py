@@ -43,7 +43,7 @@ class Join(msgspec.Struct, frozen=True):
 class Frontend(Protocol):
     """What an own handler can ask the edge for."""
 
-    async def fetch(self, path: str, request_id: str = "") -> tuple[int, bytes]:
+    async def fetch(self, path: str) -> tuple[int, bytes]:
         """Return status and body of the frontend's answer to a GET. Raises BatonError if there is none."""
 
 

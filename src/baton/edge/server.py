@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from baton.config.listeners import open_listener
 from baton.edge.access import Access
@@ -24,6 +26,8 @@ from baton.edge.tls_listener import TlsListener
 from baton.edge.upstream import UpstreamPool
 from baton.errors import ConfigError
 from baton.timelines.ring import TimelineRing
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +67,8 @@ class Edge:
         self._tls = tls
         self._connections: dict[ClientConnection, None] = {}  # the oldest first
         self._all_closed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._fetches: dict[str, asyncio.Task[tuple[int, bytes]]] = {}
         self._server: asyncio.Server | TlsListener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._date = b""
@@ -116,7 +121,7 @@ class Edge:
         assert self._loop is not None
         return self._loop.time()
 
-    def start_task(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def start_task(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
         """Run `work` in a task that ends with the edge at the latest."""
         assert self._loop is not None
         task = self._loop.create_task(work)
@@ -124,9 +129,18 @@ class Edge:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def fetch(self, path: str, request_id: str = "") -> Coroutine[object, object, tuple[int, bytes]]:
-        """See `Frontend`."""
-        return Fetch(self.pool, self.upstream_host).get(path, request_id)
+    async def fetch(self, path: str) -> tuple[int, bytes]:
+        """See `Frontend`. All who wait for the same path share one answer: they need one connection to the frontend."""
+        task = self._fetches.get(path)
+        if task is None:
+            task = self._fetches[path] = self.start_task(Fetch(self.pool, self.upstream_host).get(path))
+            task.add_done_callback(partial(self._forget_fetch, path))
+        return await asyncio.shield(task)
+
+    def _forget_fetch(self, path: str, task: asyncio.Task[tuple[int, bytes]]) -> None:
+        del self._fetches[path]
+        if not task.cancelled():
+            task.exception()  # it is raised to those who wait, if any do
 
     # Connections.
 

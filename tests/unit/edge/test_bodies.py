@@ -22,7 +22,7 @@ class NoModels:
     def cards(self) -> list[ModelCard]:
         return []
 
-    async def fetch(self, path: str, request_id: str = "") -> tuple[int, bytes]:
+    async def fetch(self, path: str) -> tuple[int, bytes]:
         raise AssertionError("nothing is asked of the frontend")
 
 

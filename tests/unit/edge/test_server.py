@@ -13,8 +13,9 @@ import pytest
 from baton.edge.limits import EdgeLimits
 from baton.edge.server import tls_context
 from baton.edge.tls_listener import TlsListener
-from baton.errors import ConfigError
-from tests.unit.edge.stage import EVENTS_HEAD, HOST, Client, Received, chunk, get, on_uvloop, post, stage
+from baton.errors import ConfigError, PeerLost
+from baton.testing.bounded import eventually
+from tests.unit.edge.stage import EVENTS_HEAD, HOST, Client, Received, chunk, get, on_uvloop, post, stage, whole
 from tests.unit.edge.test_connection import CHAT
 
 
@@ -154,3 +155,37 @@ async def test_requests_reach_the_frontend_with_their_query() -> None:
         await client.answer()
         await client.answer()
         assert [request.target for request in s.frontend.received] == ["/live?a=b", "/live?c"]
+
+
+@on_uvloop
+async def test_all_who_ask_the_edge_for_the_same_share_one_request_to_the_frontend() -> None:
+    async with stage(lists_models=False) as s:
+        go = asyncio.Event()
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            await go.wait()
+            writer.write(whole(200, b"{}"))
+
+        s.frontend.reply = reply
+        asking = [asyncio.ensure_future(s.edge.fetch("/metrics")) for _ in range(50)]
+        await eventually(lambda: bool(s.frontend.received))
+        asking.pop().cancel()  # the others still wait for it
+        asking.append(asyncio.ensure_future(s.edge.fetch("/metrics")))
+        go.set()
+        assert await asyncio.gather(*asking) == [(200, b"{}")] * 50
+        assert (len(s.frontend.received), s.frontend.connections) == (1, 1)
+        assert await s.edge.fetch("/metrics") == (200, b"{}")
+        assert len(s.frontend.received) == 2
+
+
+@on_uvloop
+async def test_a_request_to_the_frontend_that_fails_fails_for_all_who_share_it() -> None:
+    async with stage(lists_models=False) as s:
+
+        async def reply(request: Received, writer: asyncio.StreamWriter) -> None:
+            writer.transport.abort()
+
+        s.frontend.reply = reply
+        failed = await asyncio.gather(*(s.edge.fetch("/metrics") for _ in range(3)), return_exceptions=True)
+        assert [type(each) for each in failed] == [PeerLost] * 3
+        assert len(s.frontend.received) == 1
