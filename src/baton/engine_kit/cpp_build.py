@@ -27,6 +27,7 @@ from baton.config.directories import native_directory
 from baton.config.environment import compiler
 from baton.config.private_files import PRIVATE_FILE, make_private_directory, refuse_shared
 from baton.errors import ConfigError
+from baton.status.progress_line import show_status
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +117,17 @@ def _built(sources: tuple[Path, ...], command: list[str], cache: Path) -> Path:
 
 def _compile_into(library: Path, source: Path, command: list[str]) -> None:
     hint = ": a minute, the first time" if _is_zig(command) else ""
-    log.info("compiling %s with %s%s", source.name, _name(command), hint)
-    with tempfile.TemporaryDirectory(dir=library.parent, ignore_cleanup_errors=True) as scratch:
-        fresh = Path(scratch) / library.name
-        _compile([*command, str(source), "-o", str(fresh)], Path(scratch) / "messages")
-        fresh.chmod(PRIVATE_FILE)
-        os.replace(fresh, library)
+    doing = f"compiling {source.name} with {_name(command)}{hint}"
+    log.info("%s", doing)
+    show_status(doing)
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent, ignore_cleanup_errors=True) as scratch:
+            fresh = Path(scratch) / library.name
+            _compile([*command, str(source), "-o", str(fresh)], Path(scratch) / "messages")
+            fresh.chmod(PRIVATE_FILE)
+            os.replace(fresh, library)
+    finally:
+        show_status("")
     log.info("compiled %s into %s", source.name, library)
 
 

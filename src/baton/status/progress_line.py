@@ -24,7 +24,7 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._show("")
+        show_status("")
 
     def report(self, done: int, total: int) -> None:
         """Show the share of `total` that is done. Redraws at most every `REDRAW_INTERVAL_S`."""
@@ -33,12 +33,13 @@ class ProgressLine:
             self._shown_at = now
             share = min(done / max(total, 1), 1.0)
             bar = "#" * round(share * BAR_WIDTH)
-            self._show(f"{self._label} [{bar:<{BAR_WIDTH}}] {share:4.0%}")
+            show_status(f"{self._label} [{bar:<{BAR_WIDTH}}] {share:4.0%}")
 
-    @staticmethod
-    def _show(text: str) -> None:
-        notify(f"STATUS={text}")
-        rewrite_line(text)
+
+def show_status(text: str) -> None:
+    """Show what this process does, on the terminal or by the supervisor, until the next call; "" ends it."""
+    notify(f"STATUS={text}")
+    rewrite_line(text)
 
 
 def rewrite_line(text: str) -> None:
