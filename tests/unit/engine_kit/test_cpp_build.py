@@ -1,6 +1,7 @@
 """Compiled libraries are loaded only from files that no other user can have written."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_library_is_compiled_into_a_private_directory(source: Path, cache: Path) -> None:
     assert load_library([source], ()).one() == 1
     assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_supervisor_is_shown_what_takes_so_long(
+    source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(tmp_path / "notify"))
+        supervisor.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        load_library([source], ())
+        assert supervisor.recv(1000).startswith(b"STATUS=compiling one.cpp with ")
+        assert supervisor.recv(1000) == b"STATUS="
 
 
 def test_a_compiler_of_the_system_is_preferred_to_one_from_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
