@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from baton.errors import ConfigError
 PREFIX = "baton-"
 """What the names of all of them begin with."""
 LOCK_NAME = "run.lock"
+YOUNG_S = 10.0
+"""The lock of a directory that is younger may be about to be taken."""
 
 
 @contextmanager
@@ -45,9 +48,11 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Remove the directory of a process that has ended. Raises OSError if it has no lock, or one that is held."""
+    """Remove the directory of a process that has ended. Raises OSError if its lock is missing, held or young."""
     descriptor = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW)
     try:
+        if time.time() - os.fstat(descriptor).st_mtime < YOUNG_S:
+            raise BlockingIOError
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path)
     finally:

@@ -5,10 +5,13 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 
 log = logging.getLogger(__name__)
 
 ACCEPT_RETRY_S = 0.1
+
+Handshake = asyncio.Task[tuple[asyncio.BaseTransport, asyncio.Protocol]]
 
 
 class TlsListener:
@@ -28,7 +31,7 @@ class TlsListener:
         self._make_protocol = make_protocol
         self._handshake_timeout_s = handshake_timeout_s
         self._room = room
-        self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._handshakes: dict[Handshake, None] = {}  # the oldest first
         self._retry: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._listen()
@@ -60,17 +63,20 @@ class TlsListener:
         connection.setblocking(False)
         if self._handshakes and len(self._handshakes) >= self._room():
             next(iter(self._handshakes)).cancel()
-        task = self._loop.create_task(self._shake_hands(connection))
-        self._handshakes[task] = None
-        task.add_done_callback(self._handshakes.pop)
-
-    async def _shake_hands(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(
+        handshake = self._loop.create_task(
+            self._loop.connect_accepted_socket(
                 self._make_protocol, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_timeout_s
             )
-        except OSError as error:  # SSLError and TimeoutError are
-            log.debug("a TLS handshake failed: %s", error)
-        except BaseException:
+        )
+        self._handshakes[handshake] = None
+        handshake.add_done_callback(partial(self._end, connection))
+
+    def _end(self, connection: socket.socket, handshake: Handshake) -> None:
+        """Close a connection whose handshake has not been completed, even if it has not begun."""
+        del self._handshakes[handshake]
+        if handshake.cancelled():
             connection.close()
-            raise
+        elif (error := handshake.exception()) is not None:
+            connection.close()
+            expected = isinstance(error, OSError)  # SSLError and TimeoutError are
+            log.log(logging.DEBUG if expected else logging.ERROR, "a TLS handshake failed: %r", error)

@@ -1,12 +1,14 @@
 """The directory of a process: removed at its end, and by the next process if it was killed."""
 
 import fcntl
+import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from baton.config.owned_directory import LOCK_NAME, PREFIX, owned_directory
+from baton.config.owned_directory import LOCK_NAME, PREFIX, YOUNG_S, owned_directory
 from baton.errors import ConfigError
 
 
@@ -16,10 +18,12 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def leave(path: Path) -> Path:
-    """Make a directory as a killed process leaves it."""
+def leave(path: Path, age_s: float = 2 * YOUNG_S) -> Path:
+    """Make a directory as a process leaves it that is killed, `age_s` after it began."""
     (path / "discovery").mkdir(parents=True)
     (path / LOCK_NAME).touch()
+    began = time.time() - age_s
+    os.utime(path / LOCK_NAME, (began, began))
     return path
 
 
@@ -44,6 +48,12 @@ def test_a_process_keeps_the_directory_of_another_that_lives() -> None:
             assert first != second
             assert first.exists()
         assert first.exists()
+
+
+def test_a_process_keeps_a_directory_whose_lock_may_be_about_to_be_taken(temporary: Path) -> None:
+    young = leave(temporary / f"{PREFIX}young", 0.0)
+    with owned_directory():
+        assert young.exists()
 
 
 def test_a_process_keeps_what_none_has_made(temporary: Path) -> None:
